@@ -250,13 +250,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    name = arguments.optimizer
-    file, parametrizations = FILES[name], arguments.only or PARAMETRIZATIONS[name]
-    runs: list[Run] = json.loads(file.read_text())["runs"] if file.exists() else []
-    if not arguments.report:
-        run_missing(file, runs, arguments.seeds, parametrizations, arguments.widths)
-    print(table(runs, parametrizations))
-    plot(PLOTS[name], runs, parametrizations)
+    wanted = arguments.only or PARAMETRIZATIONS[arguments.optimizer]
+    for name, known in PARAMETRIZATIONS.items():
+        parametrizations = [each for each in known if each in wanted]
+        if not parametrizations:
+            continue
+        file = FILES[name]
+        runs: list[Run] = json.loads(file.read_text())["runs"] if file.exists() else []
+        if not arguments.report:
+            run_missing(file, runs, arguments.seeds, parametrizations, arguments.widths)
+        print(table(runs, parametrizations))
+        plot(PLOTS[name], runs, parametrizations)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,16 @@ class BlockFormat:
         """Return the largest magnitude of a block in units of the tensor's scale."""
         return self.element.max * (E4M3FN.max if self.has_tensor_scale else 2.0**127)
 
+    @property
+    def smallest_block(self) -> float:
+        """Return the smallest largest magnitude of a block whose scale does not underflow.
+
+        As for ``largest_block``, in units of the tensor's scale. Scales in E4M3 stay normal.
+        """
+        if self.has_tensor_scale:
+            return self.element.max * E4M3FN.smallest_normal
+        return 2.0 ** (self.element.max_exponent - 127)
+
     def __str__(self) -> str:
         return self.name
 

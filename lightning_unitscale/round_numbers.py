@@ -57,10 +57,11 @@ def rounded_blocks(
     if tensor.numel() == 0:
         return tensor.clone()
     wide = tensor.detach().float()
-    blocks, dims, spread = _in_blocks(wide, axes, format.block_size, square)
+    blocks, dims, spread = in_blocks(wide, axes, format.block_size, square)
     # Two factors follow, each about the square root of the scale, since 2**-127 and 2**128 are no
     # normal numbers.
-    before, *after = map(spread, _scales(blocks, dims, format, tensor_scale))
+    amax = blocks.abs().amax(dims, keepdim=True)
+    before, *after = map(spread, block_scales(amax, format, tensor_scale))
     result = rounded(wide * before, format.element, True, key).mul_(after[0]).mul_(after[1])
     if format.has_tensor_scale:
         # A scale may be rounded up, beyond the largest number of the tensor's type.
@@ -71,7 +72,7 @@ def rounded_blocks(
     return made if made.stride() == tensor.stride() else torch.empty_like(tensor).copy_(made)
 
 
-def _in_blocks(
+def in_blocks(
     wide: Tensor, axes: tuple[int, ...], size: int, is_square: bool
 ) -> tuple[Tensor, tuple[int, ...], Callable[[Tensor], Tensor]]:
     """Return a tensor in blocks, their dimensions, and a function that spreads their factors."""
@@ -103,11 +104,13 @@ def _in_blocks(
     return blocks, (-1,), spread
 
 
-def _scales(
-    blocks: Tensor, dims: tuple[int, ...], format: BlockFormat, tensor_scale: float | Tensor | None
+def block_scales(
+    largest: Tensor, format: BlockFormat, tensor_scale: float | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the factors on the elements of each block before, and both after they are rounded."""
-    largest = blocks.abs().amax(dims, keepdim=True)
+    """Return the factors on the elements of each block before, and both after they are rounded.
+
+    They follow from the largest magnitude of each block.
+    """
     if format.has_tensor_scale:
         least, most = E4M3FN.smallest_normal, E4M3FN.max
         # CUDA divides by a number in another way than by a tensor.

@@ -791,7 +791,7 @@ MUTATIONS = (
     Mutation(
         "a layer in FP8 does not show its matmul",
         "matmuls/fp8_linear.py",
-        "    show(site, operands, first_node, session.spacing)\n",
+        "    show(site, _MM, operands, first_node, session.spacing)\n",
         "",
         "callbacks/test_agreement.py",
     ),

@@ -137,6 +137,8 @@ class ScaleAlerts:
         self.bad_losses: list[ScaleAlert] = []
         # Number of violations in the last snapshot, reported or not. Trends do not count.
         self.num_violations = 0
+        # The alerts of this fit, for the summary of its run.
+        self.of_fit: list[ScaleAlert] = []
 
     def see_loss(self, step: int, loss: Tensor) -> None:
         """Check the loss of an unsampled step, where that costs nothing."""
@@ -173,14 +175,17 @@ class ScaleAlerts:
         new, self.bad_losses = [*self.bad_losses, *news], []
         told = {key: age + 1 for key, age in self._told.items() if age + 1 < _REARMED_AFTER}
         self._told = told | dict.fromkeys(map(self._key, alerts), 0)
-        self.alerts = [*self.alerts, *new][-_KEPT:]
+        self._keep(new)
         return tuple(new)
 
     def finish(self) -> tuple[ScaleAlert, ...]:
         """Return the alerts that no sampled step followed, at the end of a fit."""
         new, self.bad_losses = tuple(self.bad_losses), []
-        self.alerts += new
+        self._keep(new)
         return new
+
+    def _keep(self, new: Sequence[ScaleAlert]) -> None:
+        self.alerts, self.of_fit = ([*kept, *new][-_KEPT:] for kept in (self.alerts, self.of_fit))
 
     def act(self, loop: Loop, alerts: Sequence[ScaleAlert]) -> None:
         """Warn, stop the loop, raise or call the user's function."""

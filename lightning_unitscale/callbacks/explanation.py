@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
+from lightning_unitscale.loops.loggers import RunWriters
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.matmuls.coverage import (
     NO_UNIT,
     Coverage,
@@ -21,6 +23,7 @@ from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.matmul_formats import WIDE_GRADIENT
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.session import MatmulSession
+from lightning_unitscale.patching import nothing
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 # Shown for a tensor that was zero or not finite whenever it was measured.
@@ -122,10 +125,25 @@ class CountedSteps:
 
 
 class UnitEvents:
-    """A record of new units and their reasons, as lines for ``explain()``."""
+    """A record of new units and their reasons, as lines for ``explain()``.
+
+    The loop's loggers get those that change the format of a matmul.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._writers = RunWriters("scales", nothing)
+        # The loop that runs and its optimizer step.
+        self._running: tuple[Loop, int] | None = None
+
+    def begin_batch(self, loop: Loop) -> None:
+        """Take the step of the events that follow."""
+        self._running = loop, loop.step_index
+
+    def leave(self) -> None:
+        """Drop the loop and its loggers."""
+        self._running = None
+        self._writers.clear()
 
     def new_units(self, num_changed: int, when: str, outside: Mapping[str, float]) -> None:
         """Record that units have changed."""
@@ -144,8 +162,7 @@ class UnitEvents:
     def readmitted(self, names: Sequence[str], when: str) -> None:
         """Record the matmuls that have returned to FP8, or to its finer format."""
         if names:
-            self.lines.append(f"Back in the finer format from {when} on: {listed(names)}")
-            rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+            self._new_format(f"Back in the finer format from {when} on: {listed(names)}")
 
     def unrepresentable(self, found: Iterable[Unrepresentable], when: str) -> None:
         """Record the matmuls that left FP8, or its finer format."""
@@ -156,8 +173,14 @@ class UnitEvents:
             ):
                 if reasons:
                     text = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
-                    self.lines.append(f"{what} from {when} on: {text}")
-                    rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}")
+                    self._new_format(f"{what} from {when} on: {text}")
+
+    def _new_format(self, line: str) -> None:
+        self.lines.append(line)
+        rank_zero_info(f"UnitScaleCallback: {line}")
+        if self._running is not None:
+            loop, step = self._running
+            self._writers.write_event(loop, line, step)
 
 
 def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:

@@ -154,6 +154,7 @@ class MatmulUnits(LoopCallback):
     @override
     def leave(self) -> None:
         self._pending = None
+        self._events.leave()
         if self.attached is not None:
             self.attached.detach()
             self.attached = None
@@ -165,6 +166,7 @@ class MatmulUnits(LoopCallback):
         self._agreement.start()
         self._is_in_batch = True
         self._when = f"step {loop.step_index}"
+        self._events.begin_batch(loop)
         # The first step takes all measurements, those of an earlier validation included, so that
         # all ranks agree.
         is_scheduled = self._schedule.looks_at(loop.step_index)

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, get_args
 from lightning_unitscale.arguments import check_choice, check_count, check_flag, shown
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.name_patterns import EXCLUDED
-from lightning_unitscale.formats import BlockFormat, NumberFormat
+from lightning_unitscale.formats import BlockFormat, NumberFormat, get_format
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Computation, checked_exempt
 from lightning_unitscale.matmuls.matmul_formats import (
@@ -251,6 +251,12 @@ class Simulate:
                     checked_format(each, given=f"{name}={shown(each)}")
             return self.forward, self.backward
         return format_pair(self.format, argument="format")
+
+    @property
+    def blocks(self) -> tuple[BlockFormat, ...]:
+        """Return the block formats among :attr:`formats`."""
+        found = (each if each is None else get_format(each) for each in self.formats)
+        return tuple(each for each in found if isinstance(each, BlockFormat))
 
     @property
     def _has_directions(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,9 +16,10 @@ from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_o
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.monitored_steps import ProbedSteps, Sampling, WatchedSteps
+from lightning_unitscale.callbacks.options import Simulate
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.capture.name_patterns import NamePatterns
-from lightning_unitscale.formats import NumberFormat, get_number_format
+from lightning_unitscale.formats import BlockFormat, NumberFormat, get_format
 from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.loops.ranks import is_distributed
@@ -56,6 +58,10 @@ class ScaleMonitor(StepsCallback):
             default.
         exclude: Globs to leave out, even if ``include`` has them.
         formats: Names of number formats whose out-of-range elements are counted, one or several.
+            For a block format such as ``"NVFP4"``, blocks of matmul operands are counted along the
+            dimension that the matmul sums over: elements flushed to zero, scales out of range, and
+            how far the blocks' largest magnitudes differ. Block formats that ``UnitScaleCallback``
+            simulates are counted without being named. Captured graphs have no such counts.
         histograms: Whether to count binary exponents. They are shown as histograms in TensorBoard,
             and give the shares for formats that are not monitored. With ``True``, exponents and the
             shares per format come from a sample of at most 16,384 elements of each tensor.
@@ -109,7 +115,7 @@ class ScaleMonitor(StepsCallback):
         *,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
-        formats: str | Sequence[str | NumberFormat] = ("FP16", "E4M3FN", "E5M2"),
+        formats: str | Sequence[str | NumberFormat | BlockFormat] = ("FP16", "E4M3FN", "E5M2"),
         histograms: bool | Literal["exact"] = True,
         on_violation: OnViolation | None = "warn",
         thresholds: Mapping[str | NumberFormat, Limits] | None = None,
@@ -137,17 +143,20 @@ class ScaleMonitor(StepsCallback):
         self._patterns = NamePatterns(include, exclude)
         given = f"formats={shown(formats)}"
         listed = formats if isinstance(formats, (list, tuple)) else (formats,)
-        monitored = tuple(
-            get_number_format(item, given=given if item is formats else f"{given}: {shown(item)}")
+        found = [
+            get_format(item, given=given if item is formats else f"{given}: {shown(item)}")
             for item in listed
-        )
+        ]
+        monitored = tuple(item for item in found if isinstance(item, NumberFormat))
         self._alerts = ScaleAlerts(on_violation, thresholds, trend_steps, monitored)
         self._layout = RowLayout(
             self._alerts.formats,
             bool(histograms),
             None if is_exact else RowLayout.sample_size,
+            tuple(item for item in found if isinstance(item, BlockFormat)),
         )
         self.snapshots: list[ScaleSnapshot] = []
+        self._newest: ScaleSnapshot | None = None  # of this fit
         self._steps: WatchedSteps | ProbedSteps | None = None
         self._writers = RunWriters(tensorboard_tabs, rank_zero_info)
         self._start: int | None = None
@@ -244,9 +253,15 @@ class ScaleMonitor(StepsCallback):
     def start(self, loop: Loop, steps: ProbedSteps | None = None) -> None:
         self.leave()
         self._loop = loop
-        self._steps = steps or WatchedSteps(loop, self._layout, self._patterns)
+        # What another callback simulates is counted as well.
+        simulated = (getattr(callback, "simulate", None) for callback in loop.callbacks)
+        used = [item for each in simulated if isinstance(each, Simulate) for item in each.blocks]
+        blocks = tuple(dict.fromkeys((*self._layout.block_formats, *used)))
+        layout = replace(self._layout, block_formats=blocks)
+        self._steps = steps or WatchedSteps(loop, layout, self._patterns)
         self._alerts.start()
         self._start, self._sampled_step, self._is_sampling = None, -1, False
+        self._newest = None
 
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
@@ -307,7 +322,7 @@ class ScaleMonitor(StepsCallback):
         self._judge_sent(is_over=True)
         alerts = self._alerts.finish()
         self._writers.write_alerts(loop, alerts, self._sampled_step)
-        self._writers.finish(loop, self.snapshots, self.alerts)
+        self._writers.finish(loop, self._newest, self._alerts.of_fit)
         self._alerts.act(loop, alerts)
 
     @override
@@ -350,6 +365,7 @@ class ScaleMonitor(StepsCallback):
         loop, _ = self._running()
         snapshot = joint_snapshot(arrived(), loop.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
+        self._newest = snapshot
         alerts = self._alerts.judge(
             snapshot, has_loss_scaler=loop.has_loss_scaler, num_merged=num_merged
         )
@@ -361,5 +377,5 @@ class ScaleMonitor(StepsCallback):
             self._alerts.act(loop, alerts)
         except BaseException:
             # The run that ends here can be read.
-            self._writers.finish(loop, self.snapshots, self.alerts)
+            self._writers.finish(loop, self._newest, self._alerts.of_fit)
             raise

@@ -17,12 +17,13 @@ from lightning_unitscale.matmuls.coverage import Coverage
 from lightning_unitscale.precision.diagnosis import diagnose
 from lightning_unitscale.precision.report import PrecisionReport
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
+from lightning_unitscale.scales.layout import DIRECTIONS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import (
     ScaleSummary,
     exponent_histogram,
     finite,
+    lost_kinds,
     snapshot_rows,
 )
 from lightning_unitscale.tensorboard.table import scale_table
@@ -58,6 +59,9 @@ class NumberWriter:
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         """Write the alerts of a step, if the logger supports them."""
 
+    def write_event(self, text: str, step: int) -> None:
+        """Write that matmuls have changed their format, if the logger supports texts."""
+
     def finish(self, snapshot: ScaleSnapshot) -> None:
         """Write the omitted parts of the last snapshot."""
         if self._thinning.left_out(snapshot.step):
@@ -84,6 +88,10 @@ class TextWriter(NumberWriter):
     @override
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         self._log({"scales/alerts": alerts_text(alerts)}, step)
+
+    @override
+    def write_event(self, text: str, step: int) -> None:
+        self._log({"scales/formats": text}, step)
 
     @override
     def write_summary(self, text: str, coverage: CoverageNumbers, step: int) -> None:
@@ -122,8 +130,8 @@ class WandbWriter(TextWriter):
         self._log({"scales/table": self._table(snapshot)}, snapshot.step)
 
     def _table(self, snapshot: ScaleSnapshot) -> Any:
-        formats = snapshot.layout.formats
-        shares = [f"{item.name}.{kind}" for item in formats for kind in FORMAT_KINDS]
+        lost = lost_kinds(snapshot.layout)
+        shares = [f"{name}.{kind}" for name, kinds in lost for kind in kinds]
         columns = [*_COLUMNS, *shares]
         rows = [[finite(row[column]) for column in columns] for row in snapshot_rows(snapshot)]
         return import_module(self._package).Table(columns=columns, data=rows)
@@ -137,6 +145,7 @@ class MlflowWriter(NumberWriter):
         self._client = client
         self._run_id = run_id
         self._alerts: list[str] = []
+        self._events: list[str] = []
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
@@ -151,6 +160,11 @@ class MlflowWriter(NumberWriter):
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         self._alerts.append(alerts_text(alerts))
         self._client.log_text(self._run_id, "\n".join(self._alerts), "scales/alerts.txt")
+
+    @override
+    def write_event(self, text: str, step: int) -> None:
+        self._events.append(text)
+        self._client.log_text(self._run_id, "\n".join(self._events), "scales/formats.txt")
 
     @override
     def _write_table(self, snapshot: ScaleSnapshot) -> None:
@@ -191,22 +205,27 @@ class RunWriters:
         for writer in self._of(loop) if alerts else ():
             writer.write_alerts(alerts, step)
 
+    def write_event(self, loop: Loop, text: str, step: int) -> None:
+        """Write that matmuls have changed their format at a step."""
+        for writer in self._of(loop):
+            writer.write_event(text, step)
+
     def finish(
         self,
         loop: Loop,
-        snapshots: Sequence[ScaleSnapshot],
+        newest: ScaleSnapshot | None,
         alerts: Sequence[ScaleAlert],
     ) -> None:
-        """Write the omitted parts of the last snapshot, and the summary of the run."""
-        if not snapshots or not self._writers:
+        """Write the omitted parts of a run's last snapshot, and the summary of the run."""
+        if newest is None or not self._writers:
             return
         found = (getattr(callback, "coverage", None) for callback in loop.callbacks)
         counted = next((each for each in found if isinstance(each, Coverage) and each.counts), None)
         coverage = None if counted is None else counted.to_json()
-        summary = str(diagnose(snapshots[-1], alerts, coverage))
+        summary = str(diagnose(newest, alerts, coverage))
         for writer in self._writers.values():
-            writer.finish(snapshots[-1])
-            writer.write_summary(summary, coverage, snapshots[-1].step)
+            writer.finish(newest)
+            writer.write_summary(summary, coverage, newest.step)
 
     def clear(self) -> None:
         """Drop the writers of a run that has ended."""

@@ -53,6 +53,26 @@ def axes_of(rule: MatmulRule, args: Sequence[Any]) -> list[Axes]:
     return [(axis,) for axis in _AXES.get(name, (-1, -2))]
 
 
+def axes_of_function(word: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the dimensions of its operands that a torch function sums over, as :func:`axes_of`.
+
+    Empty for functions whose sum does not follow from their name, as that of ``einsum``.
+    """
+    dims = [operand.dim() for operand in operands]
+    if word == "scaled_dot_product_attention" and len(dims) == 3:
+        return -1, -1, -2
+    if len(dims) != 2:
+        return ()
+    if word == "linear":
+        return -1, -1
+    if word.startswith("conv") and word != "conv_tbc":
+        channels = 1 - dims[1]
+        return channels, -dims[1] if "transpose" in word else channels
+    if word in ("matmul", "mv", "addmv", *_TRANSFORMED):
+        return -1, -2 if dims[1] > 1 else -1
+    return ()
+
+
 def parts_of(matmul: Matmul, args: Sequence[Any]) -> Iterator[tuple[Matmul, list[Any]]]:
     """Yield the calls that compute the gradients of a convolution's operands one by one."""
     rule = matmul.rule

@@ -29,6 +29,7 @@ from lightning_unitscale.matmuls.autograd_nodes import (
     note_thread,
     thread_number,
 )
+from lightning_unitscale.matmuls.block_rounding import axes_of
 from lightning_unitscale.matmuls.execute import Matmul, Placement, placement_of
 from lightning_unitscale.matmuls.measurement import Extent, Extents, Site
 from lightning_unitscale.matmuls.sites import function_arguments
@@ -318,6 +319,7 @@ class RanMatmul:
     log2_gamma: int | None  # of its output gradient
     nodes: range  # numbers of its autograd nodes
     names: tuple[str, ...]  # names of the operands in the gauge
+    axes: tuple[int, ...]  # the dimension of each operand that it sums over, counted from the end
     # Spacing of the numbers near 1 to which it rounds operands and gradients; 0 without rounding.
     spacing: tuple[float, float] = (0.0, 0.0)
 
@@ -341,20 +343,23 @@ def watching(see: Callable[[RanMatmul], None]) -> Iterator[None]:
 
 def show(
     site: Site,
-    operands: Sequence[Tensor],
+    rule: MatmulRule,
+    args: Sequence[Any],
     first_node: int | None = None,
     spacing: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Pass a forward matmul to the watching callback, if there is one."""
     if WATCHED.see is not None:
         last = last_sequence_number()
+        operands = tuple(rule.operands_in(args))
         WATCHED.see(
             RanMatmul(
-                tuple(operands),
+                operands,
                 site.log2_units or (None,) * len(operands),
                 site.log2_gamma,
                 range(last if first_node is None else first_node, last + 1),
                 site.operand_names,
+                tuple(axes[0] for axes in axes_of(rule, args)),
                 spacing,
             )
         )

@@ -369,5 +369,5 @@ def _run_layer(
         session.counter.add_with_gradients(site.module, "format", "", flops, operands)
     first_node = last_sequence_number() + 1
     result = numerics.run_layer(matmul, input, weight, bias)
-    show(site, operands, first_node, session.spacing)
+    show(site, _MM, operands, first_node, session.spacing)
     return result

@@ -177,7 +177,7 @@ class MatmulSession:
                 remember(self.ref, matmul, operands, extents)
                 if site.matmul is matmul and run is not None and node is None and not kwargs:
                     note_forward(self.sites, matmul, original, args, frame)
-            show(site, operands, spacing=self.spacing)
+            show(site, rule, args, spacing=self.spacing)
         return self.execute(matmul, original, args, kwargs)
 
     def execute(self, matmul: Matmul, original: Kernel, args: _Args, kwargs: dict[str, Any]) -> Any:

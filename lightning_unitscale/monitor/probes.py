@@ -37,6 +37,7 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.tensor_statistics import FloatArray
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 Select = Callable[[fx.Node], bool]
@@ -314,9 +315,11 @@ def snapshot_of(
     layout: RowLayout,
     grad_scale: float,
     rows: Tensor,
+    blocks: FloatArray | None = None,
 ) -> ScaleSnapshot:
     """Return the snapshot of measured rows on the host. Rows of the same tensor are merged."""
-    # The rows of the values come first, then those of the gradients. The rows are changed in place.
+    # The rows of the values come first, then those of the gradients, and likewise for
+    # blocks. The rows are changed in place.
     measured = layout.measured
     forward, backward = rows.chunk(2)
     # A slot that no gradient reached holds zeros, and a real row has elements.
@@ -344,7 +347,15 @@ def snapshot_of(
     log2_sigma, log2_gamma = sigmas[kept], gammas[kept]
     if layout.is_sampled:
         divisors = np.concatenate([log2_sigma, log2_gamma - log2_loss_scale])
-        forward, backward = completed_rows(rows, layout, divisors).chunk(2)
+        rows = completed_rows(rows, layout, divisors)
+    if layout.block_formats:
+        merged = np.zeros((2, len(kept), len(layout.block_columns)))
+        if blocks is not None:
+            halves = blocks.reshape(2, len(tensors), -1)
+            for position, indices in enumerate(positions.values()):
+                merged[:, position] = halves[:, indices].sum(axis=1)
+        rows = torch.cat([rows, torch.from_numpy(merged.reshape(2 * len(kept), -1))], dim=1)
+    forward, backward = rows.chunk(2)
     return ScaleSnapshot(
         step=step,
         names=tuple(positions),

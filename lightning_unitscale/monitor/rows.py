@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
+from lightning_unitscale.capture.graph_matmuls import MATMUL_WORDS
 from lightning_unitscale.capture.graph_recorder import local_part, stored_elements
+from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE, axes_of_function
 from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.gauge import Held, Unit
 from lightning_unitscale.matmuls.torch_internals import sequence_number
@@ -28,6 +27,7 @@ from lightning_unitscale.monitor.torch_state import (
     unseen,
 )
 from lightning_unitscale.patching import nothing
+from lightning_unitscale.scales.block_rows import BlockRows, ReadBlocks, TakenBlocks
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.statistics import ReadRows, StepRows, TakenRow
 
@@ -63,6 +63,11 @@ class TensorRow:
     # Statistics of the value, if taken, and of the gradients that have arrived.
     forward: TakenRow | None = None
     backward: list[TakenRow] = field(default_factory=list)
+    # Statistics of blocks, where a matmul reads the value and where one reads the gradient, and the
+    # dimension of the gradient along which its blocks lie, if one reads it.
+    forward_blocks: list[TakenBlocks] = field(default_factory=list)
+    backward_blocks: list[TakenBlocks] = field(default_factory=list)
+    gradient_axis: int | None = None
     # Units of value and gradient, and the one in which formats of the value were counted.
     log2_sigma: int = 0
     log2_gamma: int = 0
@@ -142,6 +147,7 @@ class Measuring:
         # holds for every unit.
         self.counts_stored = not layout.is_sampled
         self._rows = StepRows(layout.measured)
+        self._blocks = BlockRows(layout)
         # Spacing of the numbers near 1 in the coarsest type or format so far, forward and backward.
         self.spacing = (0.0, 0.0)
         # By device and unit: few are different, and each is a kernel to fill.
@@ -155,6 +161,20 @@ class Measuring:
     def gradient(self, row: TensorRow, gradient: Tensor) -> None:
         """Measure a gradient that has arrived."""
         row.backward.append(self.of(gradient, row.log2_gamma))
+        if row.gradient_axis is not None and self.layout.block_formats:
+            unit = row.log2_gamma if row.has_gradient_unit else None
+            row.backward_blocks.append(self._blocks_of(gradient, row.gradient_axis, unit))
+
+    def operand(self, row: TensorRow, tensor: Tensor, axis: int, log2_unit: Log2Unit) -> None:
+        """Measure blocks of a value, as the first matmul that reads it sees them."""
+        if self.layout.block_formats and not row.forward_blocks:
+            row.forward_blocks.append(self._blocks_of(tensor, axis, log2_unit))
+
+    def _blocks_of(self, tensor: Tensor, axis: int, log2_unit: Log2Unit) -> TakenBlocks:
+        with unseen(), torch.inference_mode():
+            # Where operands are scaled, the scale of a tensor is a constant.
+            scale = None if log2_unit is None else UNIT_SCALE * 2.0**log2_unit
+            return self._blocks.add(stored_elements(tensor), axis, scale)
 
     def of(self, tensor: Tensor, log2_unit: int) -> TakenRow:
         """Measure a tensor, with exact counts per format of the tensor over ``2**log2_unit``."""
@@ -184,86 +204,12 @@ class Measuring:
     def clear(self) -> None:
         """Forget all rows since the last transfer."""
         self._rows = StepRows(self.layout.measured)
+        self._blocks = BlockRows(self.layout)
 
-    def send(self) -> ReadRows:
-        """Start the transfer of all rows since the last one. The returned object waits for them."""
+    def send(self) -> tuple[ReadRows, ReadBlocks]:
+        """Start the transfer of all rows since the last one. The returned objects wait for them."""
         with unseen(), torch.inference_mode():
-            return self._rows.send()
-
-
-class _GradientHook:
-    """Measures the gradient that arrives at one output of a node."""
-
-    __slots__ = ("_before", "_index", "_measuring", "_row")
-
-    def __init__(
-        self, measuring: Measuring, row: TensorRow, index: int, before: Callable[[], object]
-    ) -> None:
-        self._measuring, self._row, self._index, self._before = measuring, row, index, before
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Measure it, if it has come and has statistics."""
-        gradient = gradients[self._index]
-        # A backward pass that is itself differentiated is a part of the step's forward pass.
-        if gradient is None or torch.is_grad_enabled():
-            return
-        if is_readable(gradient) or gradient.is_sparse:
-            self._before()
-            self._measuring.gradient(self._row, gradient)
-
-
-class Gradients:
-    """The measurement of gradients when they are complete, before the backward pass continues."""
-
-    # Hooks are on the autograd node, since the tensor belongs to the user. They run after all hooks
-    # of the tensor itself, whatever their order.
-
-    def __init__(self, measuring: Measuring) -> None:
-        self._measuring = measuring
-        self.hooks: list[RemovableHandle] = []
-        # A parameter does not keep its node alive, only the graphs that have read it do.
-        self._leaf_nodes: dict[int, Any] = {}
-
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Create the autograd nodes of parameters, as a step does when it reads them."""
-        # Creating them within the step would change the numbers of all later nodes, which identify
-        # the matmuls of a backward pass.
-        # A helper may read a parameter in inference mode before the model does.
-        with unseen(), torch.inference_mode(False), torch.enable_grad():
-            for leaf in parameters:
-                if leaf.requires_grad and not is_lazy(leaf) and is_readable(leaf):
-                    node: Any = leaf.grad_fn
-                    if node is None:  # as get_gradient_edge() finds it
-                        node = leaf.view_as(leaf).grad_fn
-                        node = node.next_functions[0][0]
-                    self._leaf_nodes[id(leaf)] = node
-
-    def measure(
-        self, row: TensorRow, tensor: Tensor, before: Callable[[], object] = nothing
-    ) -> None:
-        """Measure the gradient of a tensor into its row."""
-        row.is_hooked = True
-        node, index = tensor.grad_fn, tensor.output_nr
-        if node is None:
-            node = self.leaf_node(tensor)
-
-        hook = _GradientHook(self._measuring, row, index, before)
-        self.hooks.append(node.register_prehook(hook))
-
-    def close(self) -> None:
-        """Stop measuring gradients."""
-        for handle in self.hooks:
-            handle.remove()
-        self.hooks.clear()
-        self._leaf_nodes.clear()
-
-    def leaf_node(self, leaf: Tensor) -> Any:
-        """Return the autograd node of a leaf."""
-        if id(leaf) not in self._leaf_nodes:
-            with unseen(), torch.inference_mode(False):
-                edge: Any = get_gradient_edge(leaf)
-            self._leaf_nodes[id(leaf)] = edge.node
-        return self._leaf_nodes[id(leaf)]
+            return self._rows.send(), self._blocks.send()
 
 
 class RunningFunction:
@@ -284,10 +230,14 @@ class RunningFunction:
         self.word, self.caller, self.inputs = word, caller, inputs
         # An argument, its unit and its name in the gauge, in the order in which matmuls read them.
         self.units: list[tuple[Tensor, Log2Unit, str]] = []
+        # With each of them the operand that a matmul reads, and the dimension that it sums over.
+        self.read: list[tuple[Tensor, int]] = []
+        # Of the arguments, if no session sees the matmuls.
+        self.axes = axes_of_function(word, arguments) if word in MATMUL_WORDS else ()
         self._given = arguments
         # Arguments that were found by their size, which several may have.
         self._taken: set[int] = set()
-        self._ran: list[tuple[range, Log2Unit]] = []
+        self._ran: list[RanMatmul] = []
 
     @functools.cached_property
     def _arguments(self) -> list[Tensor]:
@@ -295,29 +245,30 @@ class RunningFunction:
 
     def see(self, ran: RanMatmul) -> None:
         """Record a matmul that the function has run."""
-        self._ran.append((ran.nodes, ran.log2_gamma))
+        self._ran.append(ran)
         found = self._by_memory(ran.operands)
-        read = zip(found, ran.operands, ran.log2_sigmas, ran.names, strict=True)
-        for argument, operand, unit, name in read:
+        read = zip(found, ran.operands, ran.axes, ran.log2_sigmas, ran.names, strict=True)
+        for argument, operand, axis, unit, name in read:
             if argument is None:
                 argument = self._by_graph(operand)
             if argument is None and operand.grad_fn is None:
                 argument = self._by_size(operand)
             if argument is not None:
                 self.units.append((argument, unit, name))
+                self.read.append((operand, axis))
 
-    def gamma_of(self, result: Tensor) -> tuple[Log2Unit] | None:
-        """Return the unit of the gradient that arrives at the matmul of a result."""
+    def matmul_of(self, result: Tensor) -> RanMatmul | None:
+        """Return the matmul that computed a result."""
         if not self._ran:
             return None
         if result.grad_fn is None:
             # Computed for the gradient of another node: a checkpoint, or the user's own function.
-            return (self._ran[-1][1],)
+            return self._ran[-1]
         for node, _ in _way(result.grad_fn, result.output_nr):
             number = sequence_number(node)
-            for nodes, gamma in reversed(self._ran):
-                if number in nodes:
-                    return (gamma,)
+            for ran in reversed(self._ran):
+                if number in ran.nodes:
+                    return ran
         return None
 
     def _by_memory(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
@@ -358,6 +309,24 @@ class RunningFunction:
         argument = next(iter((*free, *same)), None)
         self._taken.add(id(argument))
         return argument
+
+
+def gradient_axis(own: int, result: Tensor) -> int:
+    """Return the dimension of a result's gradient that the gradient of the first operand sums over.
+
+    Args:
+        own: The dimension of the first operand that the matmul sums over.
+        result: What the matmul has made. The last dimension of matrices may have been turned since.
+    """
+    if own != -1 or result.dim() < 2:
+        return own
+    part = local_part(result)
+    steps = [
+        (step, -index)
+        for index, (size, step) in enumerate(zip(part.shape, part.stride(), strict=True))
+        if size > 1
+    ]
+    return -min(steps)[1] if steps else -1
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

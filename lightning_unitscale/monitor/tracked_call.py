@@ -187,12 +187,12 @@ class TrackedCall(WatchedCall):
         found = [(each, self._only_row(one), unit) for one, unit, each in running.units]
         row = self._row(name, running.caller.path, running.inputs)
         self._rows_of[tensor] = (row,)
-        gamma = running.gamma_of(tensor)
-        if gamma is not None:
+        matmul = running.matmul_of(tensor)
+        if matmul is not None:
             operands = {each: one for each, one, unit in found if one and unit is not None}
             if len(operands) == len(found) == 2:
                 units = tuple(unit for _, _, unit in found if unit is not None)
-                self.in_units[row] = InUnits(operands, units, gamma[0] or 0)
+                self.in_units[row] = InUnits(operands, units, matmul.log2_gamma or 0)
         if is_readable(tensor):
             for checkpoint in running.caller.checkpoints if running.word not in ALIASES else ():
                 self.checkpoints[checkpoint].append((row, running.word))

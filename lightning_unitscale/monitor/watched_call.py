@@ -18,6 +18,7 @@ from lightning_unitscale.capture.graph_recorder import local_part
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.torch_internals import sequence_number
+from lightning_unitscale.monitor.gradient_hooks import Gradients
 from lightning_unitscale.monitor.names import (
     ALIASES,
     Caller,
@@ -28,12 +29,12 @@ from lightning_unitscale.monitor.names import (
 )
 from lightning_unitscale.monitor.probes import ProbedTensor
 from lightning_unitscale.monitor.rows import (
-    Gradients,
     Log2Unit,
     Measuring,
     RowsOf,
     RunningFunction,
     TensorRow,
+    gradient_axis,
     shown_inputs,
 )
 from lightning_unitscale.monitor.torch_state import (
@@ -42,7 +43,6 @@ from lightning_unitscale.monitor.torch_state import (
     takes_part,
     version_of,
 )
-from lightning_unitscale.scales.statistics import TakenRow
 
 _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
 
@@ -109,8 +109,11 @@ class WatchedCall:
             self._running = outer
         results = [result] if isinstance(result, Tensor) else _tensors_in((result,))
         with plain_functions():
-            for operand, unit, _ in running.units:
-                self._set_unit(operand, unit)
+            for (operand, unit, _), read in zip(running.units, running.read, strict=True):
+                self._set_unit(operand, unit, *read)
+            if running.axes and not running.read:
+                for operand, axis in zip(operands, running.axes, strict=True):
+                    self._measure_blocks(self._only_row(operand), operand, axis, None)
             if word == "setitem":
                 self._rows_of[arguments[0]] = inputs
             base = full_name(caller.path, word)
@@ -178,11 +181,11 @@ class WatchedCall:
         self.is_open = False
         self.gradients.close()
 
-    def measured(self) -> list[tuple[ProbedTensor, TakenRow, list[TakenRow]]]:
-        """Return the tensors that have rows, and the rows of their values and gradients."""
+    def measured(self) -> list[tuple[ProbedTensor, TensorRow]]:
+        """Return the tensors that have rows, and these."""
         inputs = shown_inputs((*self.given, *self.made))
         return [
-            (row.described(inputs[row]), row.forward, row.backward)
+            (row.described(inputs[row]), row)
             for row in inputs
             if row.is_shown and row.forward is not None
         ]
@@ -274,10 +277,13 @@ class WatchedCall:
             return
         row = self._row(name, caller.path, inputs)
         self._rows_of[tensor] = (row,)
-        gamma = running.gamma_of(tensor)
-        row.is_matmul = word in MATMUL_WORDS or gamma is not None
-        if gamma is not None:
-            row.log2_gamma, row.has_gradient_unit = gamma[0] or 0, gamma[0] is not None
+        matmul = running.matmul_of(tensor)
+        row.is_matmul = word in MATMUL_WORDS or matmul is not None
+        if matmul is not None:
+            gamma = matmul.log2_gamma
+            row.log2_gamma, row.has_gradient_unit = gamma or 0, gamma is not None
+        if axes := running.axes if matmul is None else matmul.axes:
+            row.gradient_axis = gradient_axis(axes[0], tensor)
         for checkpoint in caller.checkpoints:
             self.checkpoints[checkpoint].append((row, word))
         if takes_part(tensor):
@@ -329,16 +335,26 @@ class WatchedCall:
             if with_gradient and takes_part(tensor) and not row.is_hooked:
                 self.gradients.measure(row, tensor)
 
-    def _set_unit(self, tensor: Tensor, unit: Log2Unit) -> None:
-        """Note the unit in which a matmul has just read a tensor; the first one known counts."""
+    def _set_unit(self, tensor: Tensor, unit: Log2Unit, operand: Tensor, axis: int) -> None:
+        """Note the unit in which a matmul has just read a tensor; the first one known counts.
+
+        The matmul has read it as an operand, and has summed over a dimension of that.
+        """
         row = self._only_row(tensor)
         if row is None:
             return
         row.is_operand = True
+        self._measure_blocks(row, operand, axis, unit)
         if row.has_unit:
             return
         row.has_unit, row.log2_sigma = unit is not None, unit or 0
         self._count_again(row, tensor)
+
+    def _measure_blocks(
+        self, row: TensorRow | None, operand: Tensor, axis: int, unit: Log2Unit
+    ) -> None:
+        if row is not None and (row.is_shown or row.forward is not None):
+            self._measuring.operand(row, operand, axis, unit)
 
     def _count_again(self, row: TensorRow, tensor: Tensor) -> None:
         """Count formats in a unit that is not the one of the last sample."""

@@ -128,17 +128,22 @@ class StepWatcher:
             rows = (*call.given, *call.made)
             self._units.update((row.made_as, row.log2_sigma) for row in rows)
         found = [measured for call in calls for measured in call.measured()]
-        sent = self._measuring.send()
+        sent, sent_blocks = self._measuring.send()
         if not found:
             return None
-        tensors, forward, backward = zip(*found, strict=True)
+        tensors, shown = zip(*found, strict=True)
+        forward = [[row.forward] for row in shown]
         layout, gauge = self._measuring.layout, Gauge()
         spacing = self._measuring.spacing
 
         def arrived() -> ScaleSnapshot:
             described = [(tensor, gauge) for tensor in tensors]
-            rows = sent([*([row] for row in forward), *backward])
-            return replace(snapshot_of(step, described, layout, grad_scale, rows), spacing=spacing)
+            rows = sent([*forward, *(row.backward for row in shown)])
+            blocks = sent_blocks(
+                [*(row.forward_blocks for row in shown), *(row.backward_blocks for row in shown)]
+            )
+            made = snapshot_of(step, described, layout, grad_scale, rows, blocks)
+            return replace(made, spacing=spacing)
 
         return arrived
 

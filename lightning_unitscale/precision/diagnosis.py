@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
+from lightning_unitscale.scales.layout import DIRECTIONS
+from lightning_unitscale.scales.snapshot_rows import lost_kinds
 from lightning_unitscale.scales.violations import percent
 from lightning_unitscale.tensorboard.history import LastStep, command_errors, read_run
 from lightning_unitscale.tensorboard.table import Scales
@@ -32,10 +33,11 @@ class Diagnosis:
         violations: The alerts except trends, in the order of the steps.
         trends: Forecasts that a tensor will leave a format.
         worst: At the last sampled step the matmul operand whose stored RMS is farthest from 1
-            (``"log2_rms"``), and the one that loses most to each format (``"E4M3FN.flushed"``).
-            Each has a tensor, a direction and a value.
-        coverage: The share of matmuls and FLOPs that are scaled and in the format; ``None`` without
-            a ``UnitScaleCallback``.
+            (``"log2_rms"``), and the one that loses most to each format (``"E4M3FN.flushed"``), or
+            whose blocks differ most (``"NVFP4.spread"``). Each has a tensor, a direction and a
+            value.
+        coverage: The share of matmuls and FLOPs scaled and in the format; ``None`` without a
+            ``UnitScaleCallback``.
         first_nonfinite: The alert of the first NaN or infinity, if there was one.
     """
 
@@ -52,9 +54,7 @@ class Diagnosis:
         ]
         for what, one in self.worst.items():
             gradient = "gradient of " if one["direction"] == "backward" else ""
-            is_rms = what == "log2_rms"
-            value = f"RMS 2^{one['value']:.1f}" if is_rms else percent(one["value"])
-            lines.append(f"worst {what}: {gradient}{one['tensor']} ({value})")
+            lines.append(f"worst {what}: {gradient}{one['tensor']} ({_shown(what, one['value'])})")
         if (found := self.coverage) is not None:
             text = f"{found['in_units']} of {found['matmuls']} matmuls scaled"
             if found["format"]:
@@ -95,6 +95,13 @@ def _alert(alert: ScaleAlert) -> dict[str, Any]:
     return fields | {"value": alert.value if np.isfinite(alert.value) else None}
 
 
+def _shown(what: str, value: float) -> str:
+    if what == "log2_rms":
+        return f"RMS 2^{value:.1f}"
+    # Of the largest magnitudes of blocks, as a standard deviation.
+    return f"a factor of 2^{value:.1f}" if what.endswith(".spread") else percent(value)
+
+
 def _worst(scales: Scales) -> dict[str, dict[str, Any]]:
     worst: dict[str, dict[str, Any]] = {}
 
@@ -108,13 +115,13 @@ def _worst(scales: Scales) -> dict[str, dict[str, Any]]:
     for direction in DIRECTIONS:
         read = scales.read_by_matmuls(direction)
         rms = scales.log2_rms(direction, stored=True)
-        fractions = scales.fractions(direction)
+        lost = [*np.moveaxis(scales.fractions(direction), 1, 0)]
+        lost += [*np.moveaxis(scales.block_shares(direction), 1, 0)]
         for index in np.flatnonzero((read if read.any() else ~read) & np.isfinite(rms)).tolist():
             see("log2_rms", index, direction, float(rms[index]), abs(float(rms[index])))
-            for row, item in enumerate(scales.layout.formats):
-                for column, kind in enumerate(FORMAT_KINDS):
-                    share = float(np.nan_to_num(fractions[index, row, column]))
-                    see(f"{item.name}.{kind}", index, direction, share, share)
+            for (name, kinds), shares in zip(lost_kinds(scales.layout), lost, strict=True):
+                for kind, share in zip(kinds, np.nan_to_num(shares[index]).tolist(), strict=True):
+                    see(f"{name}.{kind}", index, direction, share, share)
     return {what: {k: v for k, v in one.items() if k != "size"} for what, one in worst.items()}
 
 

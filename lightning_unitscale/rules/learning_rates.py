@@ -275,6 +275,8 @@ ALGORITHMS = {
     "SGD": Algorithm(Family.LINEAR, adds_decay=True),
     "Lion": Algorithm(is_known_by_name=True),
     "Muon": Algorithm(Family.ORTHOGONAL, is_known_by_name=True),
+    # Adam in a rotated basis, so its elements are of Adam's size.
+    "SOAP": Algorithm(is_known_by_name=True),
     "MuonAdamW": Algorithm(Family.BY_ROLE, is_known_by_name=True),
 }
 

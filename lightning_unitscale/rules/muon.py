@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,13 +27,15 @@ class MuonAdamW(Optimizer):
     Lightning's automatic optimization allows one optimizer, and ``torch.optim.Muon`` takes matrices
     only. This is one optimizer for all parameters. Which of them are hidden matrices is read from
     the graph of the step, not from names: ``UnitScaleCallback("u-mup")`` or
-    ``"unit-scaling"`` finds it before the first step. In other loops, call :meth:`follow_roles`.
+    ``"unit-scaling"`` finds it before the first step. Without rules, pass the groups of
+    :func:`muon_param_groups`, or groups of your own with ``use_muon``.
 
     A group has one ``lr``, AdamW's, which schedulers change. Muon's rate is ``lr * muon_ratio``.
     Decay is decoupled, ``lr * weight_decay`` for all parameters.
 
     Args:
-        params: Parameters or groups of them, such as ``module.parameters()``.
+        params: Parameters or groups of them, such as ``module.parameters()``. With ``use_muon`` in
+            a group, all its parameters are Muon's or AdamW's, unless rules have found their roles.
         lr: Learning rate of AdamW, positive. Near 1 under ``"u-mup"``.
         muon_lr: Learning rate of Muon, positive: the spectral norm of a step, divided by the norm
             that changes features by 1.
@@ -94,13 +96,8 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        muon = self._muon
-        if muon is None:
-            raise RuntimeError(
-                "MuonAdamW: the roles of its parameters are not known, which a graph of the step "
-                "shows. Expected rules. Use UnitScaleCallback('u-mup'), or call follow_roles()."
-            )
         for group in self.param_groups:
+            muon = self._muon_of(group)
             hidden = [parameter for parameter in group["params"] if parameter in muon]
             others = [parameter for parameter in group["params"] if parameter not in muon]
             ratio = group["muon_ratio"]
@@ -109,6 +106,18 @@ class MuonAdamW(Optimizer):
             names = ("lr", "weight_decay", "betas", "eps")
             self._run(torch.optim.AdamW, others, {name: group[name] for name in names})
         return loss
+
+    def _muon_of(self, group: Mapping[str, Any]) -> Collection[Tensor]:
+        """Return the parameters of a group that Muon steps."""
+        if self._muon is not None:
+            return self._muon
+        if "use_muon" not in group:
+            raise RuntimeError(
+                "MuonAdamW: the roles of its parameters are not known, which a graph of the step "
+                "shows. Expected rules, or groups with use_muon. Use UnitScaleCallback('u-mup'), "
+                "or MuonAdamW(muon_param_groups(module, *batch))."
+            )
+        return set(group["params"]) if group["use_muon"] else ()
 
     def _run(
         self, kind: type[Optimizer], parameters: list[Tensor], settings: Mapping[str, Any]

@@ -17,7 +17,7 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from lightning_unitscale.formats import E4M3FN, E5M2, FP16, NumberFormat
+from lightning_unitscale.formats import E4M3FN, E5M2, FP16, BlockFormat, NumberFormat
 
 MIN_EXPONENT: Final = -150
 MAX_EXPONENT: Final = 128
@@ -38,6 +38,16 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 Kind = Literal["overflow", "subnormal", "flushed"]
 FORMAT_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+# Of the sampled blocks: elements, and those that become zero without being zero; blocks that are
+# not all zero, and those whose scale is beyond or below its range; and sums over these blocks of
+# log2 of the largest magnitude, and of its square.
+BLOCK_COLUMNS: Final = (
+    "elements", "flushed", "blocks", "saturated", "underflow", "log2_sum", "log2_square_sum",
+)  # fmt: skip
+# The share of elements that become zero, of blocks whose scale saturates or underflows, and the
+# standard deviation of log2 of the largest magnitudes.
+BlockKind = Literal["flushed", "saturated", "underflow", "spread"]
+BLOCK_KINDS: Final[tuple[BlockKind, ...]] = get_args(BlockKind)
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,8 @@ class RowLayout:
     # elements that `overflow`, become `subnormal`, or are `flushed` to zero without being zero.
     # Then, with `histogram`, `sampled` (the number of elements that were read) and the number of
     # finite non-zero elements per binary exponent from -150 to 128. The two end bins include
-    # everything beyond them, which only FP64 has.
+    # everything beyond them, which only FP64 has. The `BLOCK_COLUMNS` of every block format are the
+    # last. They are zero for tensors that no matmul reads.
     #
     # With `sample_size` the counts per format and per exponent, `zeros`, `abs_sum` and
     # `abs_min` come from a strided sample of the tensor. The other columns are exact.
@@ -59,6 +70,7 @@ class RowLayout:
     histogram: bool = True
     # Most elements of a sample; ``None`` reads all of a tensor.
     sample_size: int | None = 16_384
+    block_formats: tuple[BlockFormat, ...] = ()
     # Three FP64 numbers per format: a magnitude that does not exceed one is flushed (or zero);
     # subnormal or flushed; in range.
     edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -66,7 +78,8 @@ class RowLayout:
     fp32_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     # The columns that a device computes. One light row serves all units and formats of a sampled
-    # layout; ``completed_rows`` turns it into estimates of all elements.
+    # layout; ``completed_rows`` turns it into estimates of all elements. Blocks have rows of their
+    # own (``block_rows.py``).
     measured: RowLayout = field(init=False, repr=False, compare=False)
     columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
     # The layout as JSON, for an operator or an event file.
@@ -74,6 +87,7 @@ class RowLayout:
 
     def __post_init__(self) -> None:
         names = [item.name for item in self.formats]
+        names += [item.name for item in self.block_formats]
         if len(set(names)) != len(names):
             raise ValueError(
                 f"formats={names}: a format is given twice. Expected distinct names. Drop one."
@@ -97,9 +111,14 @@ class RowLayout:
         if self.histogram:
             columns.append("sampled")
             columns += [f"2^{e}" for e in range(MIN_EXPONENT, MAX_EXPONENT + 1)]
-        is_whole = not self.is_sampled or (self.histogram and not self.formats)
+        columns += self.block_columns
+        measured = self
+        if self.is_sampled and (self.formats or not self.histogram):
+            measured = RowLayout((), True, self.sample_size)
+        elif self.block_formats:
+            measured = RowLayout(self.formats, self.histogram, self.sample_size)
         derived = {
-            "measured": self if is_whole else RowLayout((), True, self.sample_size),
+            "measured": measured,
             "edges": tuple(edges),
             "fp32_cuts": tuple(map(_next_fp32, edges)),
             "fp64_cuts": tuple(math.nextafter(edge, math.inf) for edge in edges),
@@ -125,6 +144,11 @@ class RowLayout:
     def num_columns(self) -> int:
         """Return the length of a row."""
         return len(self.columns)
+
+    @property
+    def block_columns(self) -> tuple[str, ...]:
+        """Return the columns of block formats, the last ones of a row."""
+        return tuple(f"{item.name}.{kind}" for item in self.block_formats for kind in BLOCK_COLUMNS)
 
     def index(self, column: str) -> int:
         """Return the position of a column."""

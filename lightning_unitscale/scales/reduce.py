@@ -94,7 +94,7 @@ def shift_rows(rows: Tensor, exponents: npt.NDArray[np.int64], layout: RowLayout
 def completed_rows(
     rows: Tensor, layout: RowLayout, log2_divisors: npt.NDArray[np.int64] | None = None
 ) -> Tensor:
-    """Return rows of all columns from the light rows of samples."""
+    """Return rows of all columns but those of blocks from the light rows of samples."""
     # A light row serves every format and unit, since a power of two only shifts its exponent
     # counts. Elements are assumed to be evenly spread within a binade. Two exact facts correct
     # this: whether anything overflows follows from the largest magnitude, and a tensor whose
@@ -102,7 +102,7 @@ def completed_rows(
     measured = rows.numpy()
     if log2_divisors is None:
         log2_divisors = np.zeros(len(measured), dtype=np.int64)
-    completed = np.empty((len(measured), layout.num_columns))
+    completed = np.empty((len(measured), layout.num_columns - len(layout.block_columns)))
     moments = completed[:, : len(MOMENT_COLUMNS)]
     moments[:] = measured[:, : len(MOMENT_COLUMNS)]
     sampled = measured[:, layout.measured.index("sampled")]

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 
 from lightning_unitscale.scales.layout import (
+    BLOCK_COLUMNS,
+    BLOCK_KINDS,
     DIRECTIONS,
     FORMAT_KINDS,
     MOMENT_COLUMNS,
@@ -174,6 +176,24 @@ class ScaleSnapshot:
         fractions = np.full(shape, np.nan)
         np.divide(counts, numel, out=fractions, where=numel > 0)
         return fractions
+
+    def block_shares(self, direction: Direction = "forward") -> FloatArray:
+        """Return the ``BLOCK_KINDS`` of all tensors, ``(len(self), block formats, 4)``.
+
+        NaN where no blocks were measured.
+        """
+        number = len(self.layout.block_formats)
+        rows = self.rows(direction)[:, self.layout.num_columns - number * len(BLOCK_COLUMNS) :]
+        table = np.moveaxis(rows.reshape(len(self), number, len(BLOCK_COLUMNS)), -1, 0)
+        elements, flushed, blocks, saturated, underflow, log2_sum, square_sum = table
+        shares = np.full((len(self), number, len(BLOCK_KINDS)), np.nan)
+        # A tensor of zeros loses nothing and has no spread.
+        num_blocks = np.where(elements > 0, np.maximum(blocks, 1), np.nan)
+        shares[..., 0] = flushed / np.where(elements > 0, elements, np.nan)
+        shares[..., 1], shares[..., 2] = saturated / num_blocks, underflow / num_blocks
+        variance = square_sum / num_blocks - (log2_sum / num_blocks) ** 2
+        shares[..., 3] = np.where(blocks > 0, np.sqrt(np.maximum(variance, 0.0)), np.nan)
+        return shares
 
     def share_read(self, direction: Direction = "forward") -> FloatArray:
         """Return the share of elements in the sample for formats and exponents, ``(len(self),)``.

@@ -14,7 +14,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,18 +22,21 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_unitscale.scales.layout import (
+    BLOCK_KINDS,
     DIRECTIONS,
     FORMAT_KINDS,
     MIN_EXPONENT,
     NUM_EXPONENTS,
     Direction,
+    RowLayout,
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray
 from lightning_unitscale.scales.violations import judged_by_format
 
 # Losses to a format, and whether the larger one of two tensors with equal losses is worse.
-_LOSSES: Final = (("overflow", "overflow", True), ("underflow", "flushed", False))
+# For a block format, the loss is the share of blocks whose scale saturates, or of flushed elements.
+_LOSSES: Final = (("overflow", True), ("underflow", False))
 _UNITS: Final = {"forward": "log2_sigma", "backward": "log2_gamma"}
 _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 
@@ -45,6 +48,7 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
         units = getattr(snapshot, _UNITS[direction]).tolist()
         stored = snapshot.log2_rms(direction, stored=True).tolist()
         fractions = snapshot.fractions(direction).tolist()
+        blocks = snapshot.block_shares(direction).tolist()
         for index, name in enumerate(snapshot.names):
             statistics = snapshot.statistics(index, direction)
             if statistics is None:
@@ -59,10 +63,16 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
                 "log2_unit": units[index],
                 "log2_rms_stored": stored[index],
             }
-            for item, values in zip(snapshot.layout.formats, fractions[index], strict=True):
-                for kind, value in zip(FORMAT_KINDS, values, strict=True):
-                    row[f"{item.name}.{kind}"] = value
+            found = (*fractions[index], *blocks[index])
+            for (format, kinds), values in zip(lost_kinds(snapshot.layout), found, strict=True):
+                row |= {f"{format}.{kind}": one for kind, one in zip(kinds, values, strict=True)}
             yield row
+
+
+def lost_kinds(layout: RowLayout) -> list[tuple[str, Sequence[str]]]:
+    """Return the names of the formats and block formats, and what is known of each."""
+    own = [(item.name, FORMAT_KINDS) for item in layout.formats]
+    return [*own, *((item.name, BLOCK_KINDS) for item in layout.block_formats)]
 
 
 def write_csv(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> None:
@@ -123,17 +133,18 @@ def summarize(
             summary.numbers[worst_distance] = max(
                 distance, summary.numbers.get(worst_distance, 0.0)
             )
-        fractions = snapshot.fractions(direction)
-        for column, item in enumerate(snapshot.layout.formats):
-            for word, kind, is_large in _LOSSES:
-                shares = fractions[:, column, FORMAT_KINDS.index(kind)]
+        fractions, blocks = snapshot.fractions(direction), snapshot.block_shares(direction)
+        lost = np.concatenate([fractions[..., [0, 2]], blocks[..., [1, 0]]], axis=1)
+        for column, (format, _) in enumerate(lost_kinds(snapshot.layout)):
+            for place, (word, is_large) in enumerate(_LOSSES):
+                shares = lost[:, column, place]
                 (present,) = np.nonzero(rows & ~np.isnan(shares))
                 if not present.size:
                     continue
                 sizes = log2_rms if is_large else -log2_rms
                 worst = present[np.lexsort((sizes[present], shares[present]))[-1]]
                 # MLflow refuses other characters, and a format may have any name.
-                name = re.sub(r"[^\w.-]", "_", item.name)
+                name = re.sub(r"[^\w.-]", "_", format)
                 key = f"scales/{name}/{word}_{direction}"
                 summary.numbers[key] = float(shares[worst])
                 summary.tensors[f"{key}_tensor"] = snapshot.names[worst] if shares[worst] else ""

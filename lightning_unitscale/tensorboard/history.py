@@ -19,9 +19,15 @@ import numpy.typing as npt
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 from tensorboard.util import tensor_util
 
-from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.formats import BlockFormat, NumberFormat
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_from_json
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, RowLayout
+from lightning_unitscale.scales.layout import (
+    BLOCK_KINDS,
+    DIRECTIONS,
+    FORMAT_KINDS,
+    Direction,
+    RowLayout,
+)
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
     COVERAGE_TAG,
@@ -80,6 +86,8 @@ class FractionHistory:
     steps: npt.NDArray[np.int64]
     fractions: npt.NDArray[np.float16]  # overflow, subnormal and flushed, (T, N, F, 3)
     share_read: Floats  # the share of the elements behind the fractions, (T, N)
+    block_formats: tuple[BlockFormat, ...]
+    blocks: Floats  # the ``BLOCK_KINDS`` of block formats, (T, N, B, 4)
 
 
 class RunScales:
@@ -115,6 +123,8 @@ class RunScales:
         self.names = merge_orders(observed.names for observed in sets)
         self.modules = tuple(modules[name] for name in self.names)
         self.formats = tuple(dict.fromkeys(item for own in sets for item in own.formats))
+        blocks = (item for own in sets for item in own.block_formats)
+        self.block_formats = tuple(dict.fromkeys(blocks))
 
     def history(self, direction: Direction, most: int | None = None) -> ScaleHistory:
         """Return log2 RMS and units of all tensors over at most ``most`` steps."""
@@ -152,7 +162,17 @@ class RunScales:
         steps, fractions = self._joined(direction, "fractions", tail, np.dtype(np.float16))
         kept = kept_steps(len(steps), most)
         share_read = self.at(steps, direction, "share_read", 1)
-        return FractionHistory(self.formats, steps[kept], fractions[kept], share_read[kept])
+        blocks = self.at(
+            steps, direction, "blocks", np.nan, (len(self.block_formats), len(BLOCK_KINDS))
+        )
+        return FractionHistory(
+            self.formats,
+            steps[kept],
+            fractions[kept],
+            share_read[kept],
+            self.block_formats,
+            blocks[kept],
+        )
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
         """Return the exponent counts of one tensor's true values, by step."""
@@ -183,11 +203,16 @@ class RunScales:
         return json.loads(points[-1][1].item()) if points else None
 
     def at(
-        self, steps: npt.NDArray[np.int64], direction: Direction, quantity: Quantity, default: float
+        self,
+        steps: npt.NDArray[np.int64],
+        direction: Direction,
+        quantity: Quantity,
+        default: float,
+        tail: tuple[int, ...] = (),
     ) -> Floats:
-        """Return a quantity at some steps, with a default where it is lacking, ``(T, N)``."""
-        values = np.full((len(steps), len(self.names)), default, np.float32)
-        found_steps, found = self._joined(direction, quantity, (), values.dtype)
+        """Return a quantity at some steps, ``(T, N, *tail)``, with a default where it lacks."""
+        values = np.full((len(steps), len(self.names), *tail), default, np.float32)
+        found_steps, found = self._joined(direction, quantity, tail, values.dtype)
         _, rows, found_rows = np.intersect1d(steps, found_steps, return_indices=True)
         values[rows] = found[found_rows]
         return values
@@ -210,7 +235,10 @@ class RunScales:
             observed, vector = rows[step]
             columns: Any = [position[name] for name in observed.names]
             if tail:
-                columns = np.ix_(columns, [self.formats.index(item) for item in observed.formats])
+                is_of_blocks = quantity == "blocks"
+                own = observed.block_formats if is_of_blocks else observed.formats
+                formats = self.block_formats if is_of_blocks else self.formats
+                columns = np.ix_(columns, [formats.index(item) for item in own])
             joined[index][columns] = vector
         return np.array(steps, dtype=np.int64), joined
 
@@ -235,7 +263,7 @@ class LastStep:
         self._fractions = {direction: run.fractions(direction) for direction in DIRECTIONS}
         self.step = max(int(self._histories[direction].steps[-1]) for direction in run.directions)
         self.names, self.modules = run.names, run.modules
-        self.layout = RowLayout(run.formats, histogram=False)
+        self.layout = RowLayout(run.formats, histogram=False, block_formats=run.block_formats)
 
     def log2_rms(self, direction: Direction, *, stored: bool) -> npt.NDArray[Any]:
         """Return log2 RMS, shape ``(tensors,)``."""
@@ -252,6 +280,10 @@ class LastStep:
     def fractions(self, direction: Direction) -> npt.NDArray[Any]:
         """Return the overflow, subnormal and flushed shares, ``(tensors, formats, 3)``."""
         return _last(self._fractions[direction].fractions)
+
+    def block_shares(self, direction: Direction) -> npt.NDArray[Any]:
+        """Return the ``BLOCK_KINDS`` of block formats, ``(tensors, block formats, 4)``."""
+        return _last(self._fractions[direction].blocks)
 
     def share_read(self, direction: Direction) -> npt.NDArray[Any]:
         """Return the share of the elements behind the fractions, shape ``(tensors,)``."""

@@ -131,10 +131,13 @@ def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
 
 def fractions_frame(history: FractionHistory, tensor: int) -> bytes:
     """Return the out-of-range fractions of one stored tensor, array ``(T, F, 3)``."""
-    # The header's `share_read` is the share of its elements behind them, for every step.
+    # Array `blocks` is what block formats lose of it, `(T, B, 4)`. The header's `share_read` is the
+    # share of its elements behind the fractions, for every step.
     header = {
         "steps": history.steps.tolist(),
         "formats": [item.name for item in history.formats],
+        "block_formats": [item.name for item in history.block_formats],
         "share_read": np.nan_to_num(history.share_read[:, tensor], nan=1.0).tolist(),
     }
-    return frame(header, {"fractions": history.fractions[:, tensor]})
+    fractions, blocks = history.fractions[:, tensor], history.blocks[:, tensor]
+    return frame(header, {"fractions": fractions, "blocks": blocks})

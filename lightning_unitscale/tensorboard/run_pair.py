@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
 from lightning_unitscale.tensorboard.history import RunScales, merge_orders
+from lightning_unitscale.tensorboard.schema import ExponentCounts
 
 Doubles = npt.NDArray[np.float64]
 # Tensors with fewer elements have no shape of a histogram.
@@ -39,6 +40,7 @@ class TensorPair:
     is_operand: bool  # a matmul reads it
     is_matmul: bool  # a matmul makes it
     reader: str = ""  # of two names: the tensor that reads either
+    is_rewired: bool = False  # of two names: both runs have both tensors, and read another one here
 
     @property
     def is_state(self) -> bool:
@@ -58,6 +60,9 @@ class PairHistory:
     # other, (T, P).
     shape_distance: Doubles
     numel: Doubles  # (P,)
+    # Whether the runs have it of other parts of a batch, (P,): the loss of each microbatch or rank,
+    # the gradient of a weight on each of them.
+    is_of_parts: npt.NDArray[np.bool_]
     # Spacing of the numbers near 1 in the coarsest format; NaN if a run has not recorded it.
     spacing: float
 
@@ -127,6 +132,12 @@ class RunPair:
                 a, b = (graph[step].get(pair.reader, ()) for graph in graphs)
                 if pair.names[0] not in a or pair.names[1] not in b or {*pair.names} & {*a} & {*b}:
                     rms[:, row, k] = amax[:, row, k] = math.nan
+        is_of_parts = self._is_of_parts(sizes)
+        shifts = np.zeros(len(steps))
+        if direction == "backward":
+            shifts = self._shifts(rms[0] - rms[1], sizes, is_of_parts)
+            rms[1] += shifts[:, None]
+            amax[1] += shifts[:, None]
         numel = np.fmax(*sizes).astype(np.float64)
         # NaN only if a run has none at all; fmax skips those of absent tensors.
         coarsest = float(np.maximum(*spacings))
@@ -136,10 +147,62 @@ class RunPair:
             rms,
             amax,
             bad > 0,
-            self._shape_distance(direction, steps, rms, log2_spacing),
+            self._shape_distance(direction, steps, rms, log2_spacing, shifts),
             np.where(numel > 0, numel, _USUAL_NUMEL),
+            is_of_parts,
             coarsest,
         )
+
+    def rewired(self, k: int) -> tuple[int, str]:
+        """Return the pair that reads another tensor in either run, and the module that decides so.
+
+        It contains the reader and, as far as possible, what is read.
+        """
+        pair = self.pairs[k]
+        place = next(j for j, each in enumerate(self.pairs) if each.names == (pair.reader,) * 2)
+        own = self.pairs[place].module.split(".")
+        parents: list[list[str]] = []
+        for about, name in zip(self._about, pair.names, strict=True):
+            parts = zip(own, about[name][0].split("."), strict=False)
+            same = itertools.takewhile(lambda both: both[0] == both[1], parts)
+            parents.append([part for part, _ in same])
+        longest = int(len(parents[1]) > len(parents[0]))
+        return place, ".".join(parents[longest])
+
+    def _is_of_parts(self, sizes: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+        """Return which pairs differ in their number of elements otherwise than most results do."""
+        ratios = np.log2(np.where(sizes[0] > 0, sizes[0], 1) / np.where(sizes[1] > 0, sizes[1], 1))
+        results = [k for k, pair in enumerate(self.pairs) if not pair.is_source]
+        if not results:
+            return np.zeros(len(self.pairs), dtype=bool)
+        values, counts = np.unique(ratios[results].round(6), return_counts=True)
+        differs: npt.NDArray[np.bool_] = ratios.round(6) != values[counts.argmax()]
+        return differs
+
+    def _shifts(
+        self,
+        apart: Doubles,
+        sizes: Sequence[npt.NDArray[Any]],
+        is_of_parts: npt.NDArray[np.bool_],
+    ) -> Doubles:
+        """Return log2 of what the second run's gradients lack in each step, ``(T,)``.
+
+        Ranks whose gradients are averaged later each have the gradient of their own loss, and
+        accumulated batches have a share of it. The gradients of the losses show which.
+        """
+        losses = [
+            k
+            for k, pair in enumerate(self.pairs)
+            if is_of_parts[k] and not (self.readers[k] or pair.is_source)
+        ]
+        shifts = np.zeros(len(apart))
+        if losses:
+            found = apart[:, losses] + np.log2(sizes[0][losses] / sizes[1][losses])
+            known = np.isfinite(found).any(axis=1)
+            shifts[known] = np.nanmedian(
+                np.where(np.isfinite(found), found, np.nan)[known], axis=1
+            ).round(5)
+        return shifts
 
     def _shape_distance(
         self,
@@ -147,33 +210,34 @@ class RunPair:
         steps: npt.NDArray[np.int64],
         log2_rms: Doubles,
         log2_spacing: float,
+        shifts: Doubles,
     ) -> Doubles:
         distance = np.full((len(steps), len(self.pairs)), math.nan)
         # Elements below this share of the RMS may be zero in one run and rounding in the other.
         least = min(max(log2_spacing - 3, _LEAST_SHARE), -3)
         lowest = np.nan_to_num(np.fmax(*log2_rms) + least, nan=0.0, neginf=MIN_EXPONENT)
         first = np.clip(lowest.round() - MIN_EXPONENT, 1, NUM_EXPONENTS - 2).astype(int)
+        # Exponents move by whole numbers.
+        is_there = ~np.isnan(log2_rms).any(axis=0) & (shifts == shifts.round())[:, None]
         for k, pair in enumerate(self.pairs):
-            found = [
+            a, b = (
                 run.exponents(direction, name)
                 for run, name in zip(self.runs, pair.names, strict=True)
+            )
+            rows = [
+                row
+                for row, step in enumerate(steps.tolist())
+                if step in a
+                and step in b
+                and is_there[row, k]
+                and min(a[step].num_sampled, b[step].num_sampled) >= _FEWEST_ELEMENTS
             ]
-            for row, step in enumerate(steps.tolist()):
-                counts = [own[step] for own in found if step in own]
-                is_absent = np.isnan(log2_rms[:, row, k]).any()
-                if (
-                    is_absent
-                    or len(counts) < 2
-                    or min(own.num_sampled for own in counts) < _FEWEST_ELEMENTS
-                ):
-                    continue
-                a, b = (
-                    np.cumsum(own.counts[: first[row, k] - 1 : -1]) / own.num_sampled
-                    for own in counts
-                )
-                # Elements on a power of two may be in either bin: only what is farther counts.
-                farther = max(float((a[:-1] - b[1:]).max()), float((b[:-1] - a[1:]).max()))
-                distance[row, k] = max(farther, 0.0)
+            if rows:
+                at = steps[rows].tolist()
+                found = [[own[step] for step in at] for own in (a, b)]
+                moved = shifts[rows].astype(int)
+                shares = _shares_above(found[0], 0 * moved), _shares_above(found[1], moved)
+                distance[rows, k] = _farthest(*shares, first[rows, k])
         return distance
 
     def _pairs(self) -> tuple[TensorPair, ...]:
@@ -205,7 +269,36 @@ class RunPair:
         a, b = names
         name = b if b not in latest[0] else a
         facts = self._about[int(name == b)][name]
-        return TensorPair(names, name, *facts, reader)
+        both = a in latest[1] and b in latest[0]
+        return TensorPair(names, name, *facts, reader, bool(reader) and both)
+
+
+def _shares_above(
+    counts: Sequence[ExponentCounts], shifts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """Return the share of elements from each exponent on, the highest one first, ``(T, 279)``.
+
+    The exponents are higher by ``shifts``.
+    """
+    moved = map(np.roll, (own.counts for own in counts), shifts.tolist())
+    table = np.stack(list(moved))[:, ::-1]
+    sampled = np.array([own.num_sampled for own in counts], table.dtype)
+    shares: npt.NDArray[np.float32] = np.cumsum(table, axis=1) / sampled[:, None]
+    return shares
+
+
+def _farthest(
+    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], first: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """Return the largest share that one has above a power of two and the other not above its half.
+
+    Elements on a power of two may be in either bin, so only what is farther counts. Exponents below
+    the ``first`` one of each step do not count.
+    """
+    farther = np.maximum(a[:, :-1] - b[:, 1:], b[:, :-1] - a[:, 1:])
+    counts = np.arange(NUM_EXPONENTS - 1) < NUM_EXPONENTS - 1 - first[:, None]
+    largest: npt.NDArray[np.float32] = farther.max(axis=1, where=counts, initial=0.0)
+    return largest
 
 
 def _facts(run: RunScales) -> dict[str, tuple[str, bool, bool, bool]]:

@@ -1,6 +1,6 @@
 """Define the tags and contents of the **Scales** plugin's tensors in an event file.
 
-A run has nine series per direction. Eight have one vector per step with an entry per tensor, so
+A run has ten series per direction. Nine have one vector per step with an entry per tensor, so
 one read gives a whole heat map with aligned columns:
 
 ====================================  ======================  =====================================
@@ -10,6 +10,8 @@ tag                                   shape, type             content
 ``scales/forward/log2_unit/...``      ``(N,)`` float32        log2 of their units
 ``scales/forward/fractions/...``      ``(N, F, 3)`` float16   overflow, subnormal, flushed; stored
 ``scales/forward/nonfinite/...``      ``(N,)`` float32        number of NaN and infinite elements
+``scales/forward/blocks/...``         ``(N, B, 4)`` float32   of block formats: elements flushed,
+                                                              scales saturated, underflow; spread
 ``scales/forward/share_read/...``     ``(N,)`` float32        share of elements behind fractions
 ``scales/forward/log2_amax/...``      ``(N,)`` float32        log2 of the largest stored magnitudes
 ``scales/forward/numel/...``          ``(N,)`` float32        number of elements
@@ -25,7 +27,8 @@ set of tensors. If the observed tensors change (another graph, a second fit), an
 under another key. Names, modules and formats are JSON in the metadata of the set's ``log2_rms``
 tags, which is written once. NaN means that a tensor was absent, ``-inf`` that it was all zero.
 ``nonfinite`` is written only at steps with such elements. ``share_read`` is written with
-``fractions`` that come from samples. ``spacing`` is written where it is known. ``numel`` and
+``fractions`` that come from samples. ``blocks`` is written if a block format is monitored, with NaN
+for tensors that no matmul reads. ``spacing`` is written where it is known. ``numel`` and
 ``spacing`` are written at the first step, and again when they have changed.
 
 It imports no torch, because TensorBoard has none.
@@ -43,7 +46,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.formats import BlockFormat, NumberFormat
 from lightning_unitscale.scales.layout import DIRECTIONS, MIN_EXPONENT, NUM_EXPONENTS, Direction
 
 PLUGIN_NAME: Final = "scales"
@@ -53,8 +56,8 @@ COVERAGE_TAG: Final = f"{PLUGIN_NAME}/coverage"
 VERSION: Final = 1
 
 Quantity = Literal[
-    "log2_rms", "log2_unit", "fractions", "nonfinite", "share_read", "log2_amax", "numel",
-    "spacing", "exponents",
+    "log2_rms", "log2_unit", "fractions", "blocks", "nonfinite", "share_read", "log2_amax",
+    "numel", "spacing", "exponents",
 ]  # fmt: skip
 QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 
@@ -96,6 +99,7 @@ class TensorSet:
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     matmuls: tuple[bool, ...] = ()
+    block_formats: tuple[BlockFormat, ...] = ()
 
     def read_by_matmuls(self, direction: Direction) -> frozenset[str]:
         """Return the names of the tensors that matmuls read, or whose gradients they read."""
@@ -112,6 +116,7 @@ class TensorSet:
         formats = [astuple(item) for item in self.formats]
         position = {name: index for index, name in enumerate(self.names)}
         inputs = [[position[name] for name in group if name in position] for group in self.inputs]
+        blocks = [astuple(item) for item in self.block_formats]
         return content(
             names=self.names,
             modules=self.modules,
@@ -119,6 +124,7 @@ class TensorSet:
             inputs=inputs,
             operands=[int(flag) for flag in self.operands],
             matmuls=[int(flag) for flag in self.matmuls],
+            **({"block_formats": blocks} if blocks else {}),
         )
 
     @classmethod
@@ -133,7 +139,11 @@ class TensorSet:
         operands, matmuls = (
             tuple(map(bool, fields.get(key, ()))) for key in ("operands", "matmuls")
         )
-        return cls(names, tuple(fields["modules"]), formats, inputs, operands, matmuls)
+        blocks = tuple(
+            BlockFormat(name, NumberFormat(*element), *others)
+            for name, element, *others in fields.get("block_formats", ())
+        )
+        return cls(names, tuple(fields["modules"]), formats, inputs, operands, matmuls, blocks)
 
 
 def content(**fields: Any) -> bytes:

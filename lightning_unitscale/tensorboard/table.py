@@ -28,6 +28,10 @@ _SHORT_TITLE = (
     "Scales at step {step}: how many matmul operands and gradients are stored within 2x of RMS 1, "
     "and\ntheir log2 RMS (smallest to largest)."
 )
+_BLOCKS = (
+    "Of a block format: the percentage of elements\nflushed to zero, of blocks whose scale "
+    "saturates or underflows, and the standard\ndeviation of log2 of blocks' largest magnitudes."
+)
 _ESTIMATED = "A tilde marks a percentage that\ncomes from a sample of the elements."
 _MORE = (
     "All {number} tensors: lightning-unitscale report RUN_DIR --full, or "
@@ -100,19 +104,39 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
     for index, item in enumerate(snapshot.layout.formats):
         headers.append(f"{item.name} out %")
         percentages = (
-            [
-                ("~" if is_estimate and share == share else "") + _percent(share)
-                for share, is_estimate in zip(shares[:, index].tolist(), of_sample, strict=True)
-            ]
+            _percentages(shares[:, index], of_sample)
             for shares, of_sample in zip(lost, estimated, strict=True)
         )
         columns.append([" / ".join(pair) for pair in zip(*percentages, strict=True)])
+    of_blocks = _block_columns(snapshot, estimated)
+    headers += of_blocks
+    columns += of_blocks.values()
     table = _tabulated(list(zip(*columns, strict=True)), headers, tablefmt, num_left=2)
     title = _TITLE.format(step=snapshot.step)
-    if snapshot.layout.formats and np.any(estimated):
+    if of_blocks:
+        title += f" {_BLOCKS}"
+    if (snapshot.layout.formats or of_blocks) and np.any(estimated):
         title += f" {_ESTIMATED}"
     lines = [title, *([f"{summary}."] if summary else []), "", table]
     return "\n".join(lines)
+
+
+def _block_columns(
+    snapshot: Scales, estimated: Sequence[npt.NDArray[np.bool_]]
+) -> dict[str, list[str]]:
+    """Return what block formats lose, by the headers of columns; forward / backward."""
+    shares = [snapshot.block_shares(direction) for direction in DIRECTIONS]
+    columns = {}
+    for index, item in enumerate(snapshot.layout.block_formats):
+        own = list(zip((share[:, index] for share in shares), estimated, strict=True))
+        zero = [_percentages(one[:, 0], of_sample) for one, of_sample in own]
+        scale = [_percentages(one[:, 1:3].sum(axis=-1), of_sample) for one, of_sample in own]
+        spread = [list(map(_number, one[:, 3].tolist())) for one, _ in own]
+        for header, parts in (("zero %", zero), ("scale %", scale), ("spread", spread)):
+            columns[f"{item.name} {header}"] = [
+                " / ".join(pair) for pair in zip(*parts, strict=True)
+            ]
+    return columns
 
 
 def _short_table(snapshot: Scales, tablefmt: str) -> str:
@@ -174,6 +198,14 @@ def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
     return "zero" if math.isinf(value) else f"{value:z.1f}"
+
+
+def _percentages(shares: Array, of_sample: npt.NDArray[np.bool_]) -> list[str]:
+    """Return shares as percentages, with a tilde where they come from a sample."""
+    return [
+        ("~" if is_estimate and share == share else "") + _percent(share)
+        for share, is_estimate in zip(shares.tolist(), of_sample.tolist(), strict=True)
+    ]
 
 
 def _percent(fraction: float) -> str:

@@ -178,6 +178,10 @@ class ScaleWriter:
         )
         _add_text(file_writer, ALERTS_TAG, alerts_to_json(alerts), step)
 
+    def write_event(self, text: str, step: int) -> None:
+        """Write that matmuls have changed their format, for the Text dashboard."""
+        self._experiment.add_text(f"{NAMESPACE}/formats", f"- {text}", step)
+
     def written_folder(self) -> str:
         """Return the folder of the event file, after all that was written is in it."""
         self._experiment.flush()
@@ -205,6 +209,7 @@ class ScaleWriter:
             snapshot.inputs,
             snapshot.operands,
             snapshot.matmuls,
+            snapshot.layout.block_formats,
         )
         if observed not in self._sets:
             self._sets[observed] = observed
@@ -238,6 +243,8 @@ class ScaleWriter:
                 vectors["spacing"] = np.array([spacing])
         if "fractions" in parts:
             vectors["fractions"] = snapshot.fractions(direction).astype(np.float16)
+            if snapshot.layout.block_formats:
+                vectors["blocks"] = snapshot.block_shares(direction).astype(np.float32)
             if np.any((share := snapshot.share_read(direction)) < 1):
                 vectors["share_read"] = share
         for quantity, vector in vectors.items():

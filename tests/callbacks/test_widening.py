@@ -1,10 +1,14 @@
 """FP8(on_misfit="widen"): layers leave FP8 when they no longer fit, and return at recalibration."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -12,7 +16,7 @@ from lightning_unitscale import FP8, UnitScaleCallback
 from tests.callbacks.runs import QUIET
 
 
-class _Spiked(LightningModule):
+class Spiked(LightningModule):
     """A layer whose input has one huge element in some steps."""
 
     def __init__(self, spiked: tuple[int, ...]) -> None:
@@ -31,7 +35,7 @@ class _Spiked(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class _InFP8(UnitScaleCallback):
+class InFP8(UnitScaleCallback):
     """Records after each batch whether both layers run in FP8."""
 
     def __init__(self, **options: Any) -> None:
@@ -44,11 +48,14 @@ class _InFP8(UnitScaleCallback):
         self.seen.append("".join("8" if self._fp8.runs(name) else "-" for name in names))
 
 
-def _fit(spiked: tuple[int, ...], on_misfit: str, steps: int = 7) -> _InFP8:
+def _fit(
+    spiked: tuple[int, ...], on_misfit: str, steps: int = 7, logger: Logger | bool = False
+) -> InFP8:
     torch.manual_seed(2)
     data = DataLoader([torch.randn(16, 32) for _ in range(steps)])
-    callback = _InFP8(precision=FP8(on_misfit=on_misfit), recalibrate=5)  # type: ignore[arg-type]
-    Trainer(max_steps=steps, callbacks=[callback], **QUIET).fit(_Spiked(spiked), data)
+    callback = InFP8(precision=FP8(on_misfit=on_misfit), recalibrate=5)  # type: ignore[arg-type]
+    options = {**QUIET, "logger": logger}
+    Trainer(max_steps=steps, callbacks=[callback], **options).fit(Spiked(spiked), data)
     return callback
 
 
@@ -59,6 +66,17 @@ def test_a_layer_is_out_of_fp8_from_the_next_step_until_a_recalibration() -> Non
     text = str(callback.explain())
     assert "Out of FP8 from step 2 on: first.linear, since" in text
     assert "Back in the finer format from step 5 on: first.linear" in text
+
+
+def test_loggers_get_an_event(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    _fit((2,), "widen", logger=logger)
+    events = EventAccumulator(logger.log_dir).Reload()
+    found = events.Tensors("~scales/formats/text_summary")
+    assert [event.step for event in found] == [2, 5]
+    texts = [tensor_util.make_ndarray(event.tensor_proto).item().decode() for event in found]
+    assert texts[0].startswith("- Out of FP8 from step 2 on: first.linear, since")
+    assert texts[1] == "- Back in the finer format from step 5 on: first.linear"
 
 
 def test_the_checkpoint_has_it() -> None:

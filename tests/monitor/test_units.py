@@ -38,7 +38,7 @@ class Matmuls:
         number = result.grad_fn._sequence_nr()  # type: ignore[union-attr]
         names = ("linear:input", "linear:weight")
         nodes = range(number, number + 1)
-        self.see(RanMatmul(operands, self.units, self.gamma, nodes, names))
+        self.see(RanMatmul(operands, self.units, self.gamma, nodes, names, (-1, -2)))
         return result
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.cli import main
 from lightning_unitscale.precision.compare_runs import compare_runs
+from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS
 from lightning_unitscale.tensorboard.divergence import find_divergence
 from lightning_unitscale.tensorboard.history import read_run
 from lightning_unitscale.tensorboard.run_pair import RunPair
@@ -221,3 +222,39 @@ def test_the_monitor_compares_its_own_run(plain, tmp_path):
         optimizer.step()
     found = monitor.compare(plain)
     assert (found.step, found.tensor) == (0, "layers.2.up.bias")
+
+
+def _distances_one_by_one(pair, direction, steps, log2_rms, log2_spacing):
+    """The shape distance by its definition, a step and a tensor at a time."""
+    distance = np.full((len(steps), len(pair.pairs)), np.nan)
+    least = min(max(log2_spacing - 3, -12.0), -3)
+    lowest = np.nan_to_num(np.fmax(*log2_rms) + least, nan=0.0, neginf=MIN_EXPONENT)
+    first = np.clip(lowest.round() - MIN_EXPONENT, 1, NUM_EXPONENTS - 2).astype(int)
+    for k, each in enumerate(pair.pairs):
+        found = [
+            run.exponents(direction, name) for run, name in zip(pair.runs, each.names, strict=True)
+        ]
+        for row, step in enumerate(steps.tolist()):
+            counts = [own[step] for own in found if step in own]
+            if np.isnan(log2_rms[:, row, k]).any() or len(counts) < 2:
+                continue
+            if min(own.num_sampled for own in counts) < 16:
+                continue
+            a, b = (
+                np.cumsum(own.counts[: first[row, k] - 1 : -1]) / own.num_sampled for own in counts
+            )
+            farther = max(float((a[:-1] - b[1:]).max()), float((b[:-1] - a[1:]).max()))
+            distance[row, k] = max(farther, 0.0)
+    return distance
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_shape_distances_are_those_of_their_definition(plain, tmp_path, direction):
+    other = read_run(train(tmp_path, fault=clip, simulate="fp8"))
+    pair = RunPair(read_run(plain), other)
+    history = pair.history(direction)
+    expected = _distances_one_by_one(
+        pair, direction, history.steps, history.log2_rms, np.log2(history.spacing)
+    )
+    np.testing.assert_array_equal(history.shape_distance, expected)
+    assert np.nanmax(expected) > 0.05

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale.callbacks import ScaleWarning
 from lightning_unitscale.cli import main
 from lightning_unitscale.loops.loggers import MlflowWriter, NumberWriter, WandbWriter
 from lightning_unitscale.precision.diagnosis import diagnose
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.tensorboard.history import LastStep, read_run
+from tests.callbacks.modules import Regression
+from tests.callbacks.runs import run
 
 
 def train(*, poison=False, **where):
@@ -136,3 +141,43 @@ def test_a_logger_of_numbers_gets_numbers_only():
     logged = []
     train(loggers=NumberWriter(lambda values, step: logged.append(values)))
     assert all(isinstance(value, float) for values in logged for value in values.values())
+
+
+class _Poisoned(Regression):
+    """Its second batch has a NaN, if it is asked for."""
+
+    def __init__(self, is_poisoned):
+        super().__init__()
+        self.is_poisoned = is_poisoned
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x * torch.nan if self.is_poisoned else x, y), batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_of_two_trainings_has_its_own_summary(accumulate, tmp_path):
+    """One pair of callbacks for two trainers of a process, the first of which has a NaN."""
+    monitor, unit_scale = ScaleMonitor(every_n_steps=1), UnitScaleCallback()
+    texts = []
+    for is_poisoned in (True, False):
+        logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ScaleWarning)
+            run(
+                lambda is_poisoned=is_poisoned: _Poisoned(is_poisoned),
+                [unit_scale, monitor],
+                logger=logger,
+                max_steps=3,
+                accumulate_grad_batches=accumulate,
+            )
+        logger.save()
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row.get("scales/diagnosis")]
+        (row,) = rows
+        assert row["step"] == "2"
+        texts.append(row["scales/diagnosis"])
+    assert "first NaN or infinity: step 0" in texts[0]
+    assert "NaN" not in texts[1] and "violation" not in texts[1]
+    # The matmuls of one batch are counted.
+    assert SUMMARY in texts[0] and SUMMARY in texts[1]

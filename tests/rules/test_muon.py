@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.optim import MuonAdamW
+from lightning_unitscale.optim import MuonAdamW, muon_param_groups
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.learning_rates import (
+    Family,
     ParameterInfo,
     Role,
     check_group,
+    family_of,
+    is_decay_decoupled,
     muon_rate,
     takes_muon,
 )
@@ -255,3 +258,81 @@ def test_without_rules_its_step_says_what_is_missing() -> None:
     module = Text(_both)
     _fit(module, 2, callbacks=[UnitScaleCallback("u-mup", lr_scaling=None)])
     assert len(module.losses) == 2
+
+
+class _Tokens(nn.Module):
+    """Every role: embeddings, hidden matrices, vectors, a tied weight, a readout, one unread."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 16, bias=False)
+        self.unread = nn.Linear(32, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(F.gelu(self.up(self.norm(self.frozen(x)))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_groups_of_a_plain_module_follow_roles(is_tied: bool) -> None:
+    model = _Tokens(is_tied=is_tied)
+    before = copy.deepcopy(model.state_dict())
+    tokens = torch.randint(16, (4, 8))
+    groups = muon_param_groups(model, tokens)
+    assert [group["use_muon"] for group in groups] == [True, False]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = [[names[parameter] for parameter in group["params"]] for group in groups]
+    assert found[0] == ["up.weight", "down.weight"]
+    trained = {name for parameter, name in names.items() if parameter.requires_grad}
+    assert set(found[1]) == trained - set(found[0])
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name])
+
+
+def test_muon_steps_the_groups_of_a_plain_module() -> None:
+    model, tokens = _Tokens(), torch.randint(16, (4, 8))
+    theirs = copy.deepcopy(model)
+    optimizer = MuonAdamW(muon_param_groups(model, tokens), lr=1e-2, muon_lr=2e-2)
+    hidden = [theirs.up.weight, theirs.down.weight]
+    others = [
+        parameter
+        for parameter in theirs.parameters()
+        if parameter.requires_grad and all(parameter is not each for each in hidden)
+    ]
+    alone = [
+        torch.optim.Muon(hidden, 2e-2, weight_decay=0.0, momentum=0.95),
+        torch.optim.AdamW(others, 1e-2, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for _ in range(3):
+        model(tokens).backward()
+        theirs(tokens).backward()
+        for each in (optimizer, *alone):
+            each.step()
+            each.zero_grad()
+    for parameter, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert_same_bits(parameter, other)
+
+
+def test_soap_has_the_steps_of_adam_whatever_the_scale_of_gradients() -> None:
+    soap = pytest.importorskip("pytorch_optimizer").SOAP
+    optimizer = soap([nn.Parameter(torch.zeros(2, 2))])
+    assert family_of(optimizer) is Family.SCALE_INVARIANT
+    assert is_decay_decoupled(optimizer, optimizer.param_groups[0])
+    changes = []
+    for scale in (1.0, 2.0**10):
+        weight = nn.Parameter(torch.zeros(16, 24))
+        optimizer = soap([weight], lr=0.01, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            weight.grad = torch.randn(16, 24, generator=generator) * scale
+            optimizer.step()
+        changes.append(weight.detach())
+    torch.testing.assert_close(*changes, rtol=1e-3, atol=1e-5)

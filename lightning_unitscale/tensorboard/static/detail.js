@@ -1,7 +1,7 @@
 // The panel for one tensor: its scale over the steps, its exponents, and its losses in formats.
 
 import { element } from './dom.js';
-import { bandKey, exponentDomain, fractionTable, histogram, summaryLine } from './histogram.js';
+import { bandKey, blockTable, exponentDomain, fractionTable, histogram, summaryLine } from './histogram.js';
 import { MonitoredFractions, ExponentSeries, columnAt, power } from './model.js';
 import { trend } from './trend.js';
 
@@ -190,6 +190,7 @@ export class Detail {
     this.charts.replaceChildren(
       ...found.map((one, place) => this.#chart(one, domain, place)),
       ...this.#table(found),
+      ...[blockTable(found)].filter(Boolean),
     );
   }
 
@@ -223,6 +224,7 @@ export class Detail {
       error: known?.error ?? null,
       counts: known?.exponents?.at(step, stored) ?? null,
       shareRead: () => known?.monitored?.shareRead(run.steps[column]) ?? 1,
+      blocks: () => known?.monitored?.blocksAt(run.steps[column]) ?? [],
       monitored: (format) => (isCounted ? known?.monitored?.at(run.steps[column], format) ?? null : null),
     };
   }

@@ -200,6 +200,31 @@ export function fractionTable({ runs, shift, formats, chosen, onChoose }) {
   return element('table', { class: 'fractions' }, element('thead', {}, head), body);
 }
 
+/** Returns what block formats lose of one tensor as a table; null if no run has counted blocks. */
+export function blockTable(runs) {
+  const several = runs.length > 1;
+  const rows = runs.flatMap(({ blocks, run }, place) =>
+    blocks().map(({ name, flushed, saturated, underflow, spread }) => {
+      const key = several ? element('i', { class: `key run-${place}`, title: run.run }) : null;
+      const cells = Object.entries({ flushed, saturated, underflow }).map(([kind, value]) =>
+        element('td', { 'data-kind': kind, 'data-run': place, 'data-value': value }, percent(value)),
+      );
+      const factor = Number.isNaN(spread) ? '-' : `2^${spread.toFixed(1)}`;
+      cells.push(element('td', { 'data-kind': 'spread', 'data-run': place, 'data-value': spread }, factor));
+      return element('tr', { 'data-format': name }, element('th', { scope: 'row' }, key, name), ...cells);
+    }),
+  );
+  if (!rows.length) return null;
+  const titles = ['blocks', 'to zero', 'scale saturates', 'scale underflows', 'spread'];
+  const head = element('tr', {}, ...titles.map((title) => element('th', { scope: 'col' }, title)));
+  return element(
+    'table',
+    { class: 'fractions blocks', title: 'Along the sum of the matmul that reads the tensor. Spread: standard deviation of log2 of the blocks\u2019 largest magnitudes.' },
+    element('thead', {}, head),
+    element('tbody', {}, ...rows),
+  );
+}
+
 function shortName(format) {
   return format.name.replace('FN', '');
 }

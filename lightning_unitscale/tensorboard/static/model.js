@@ -2,6 +2,7 @@
 
 /** Kinds of elements for a format, in the order in which the server sends them. */
 export const KINDS = ['overflow', 'subnormal', 'flushed'];
+const BLOCK_KINDS = ['flushed', 'saturated', 'underflow', 'spread'];
 
 /** The log2 RMS of all tensors of one run in one direction over its steps. */
 export class RunScales {
@@ -235,6 +236,20 @@ export class MonitoredFractions {
     this.formats = header.formats;
     this.fractions = arrays.fractions;
     this.shares = header.share_read;
+    this.blockFormats = header.block_formats;
+    this.blocks = arrays.blocks;
+  }
+
+  /** Returns what each block format loses at exactly this step; none if no matmul read the tensor. */
+  blocksAt(step) {
+    const row = columnAt(this.steps, step);
+    if (this.steps[row] !== step) return [];
+    const found = this.blockFormats.map((name, place) => {
+      const start = (row * this.blockFormats.length + place) * BLOCK_KINDS.length;
+      const own = BLOCK_KINDS.map((kind, k) => [kind, this.blocks[start + k]]);
+      return { name, ...Object.fromEntries(own) };
+    });
+    return found.filter(({ flushed }) => !Number.isNaN(flushed));
   }
 
   /** Returns the share of the elements behind the fractions, at a step. */

@@ -1,0 +1,42 @@
+"""Runs of one training in several layouts: compared, they do not part, and a fault is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lightning_unitscale.precision.compare_runs import compare_runs
+from lightning_unitscale.tensorboard.divergence import Divergence
+from tests.distributed.launch import run_ranks
+from tests.distributed.layouts_run import FAULT_STEP, FAULTY, train
+
+LAYOUTS = ("ddp", "fsdp", "pipeline")
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Divergence]:
+    """Compare a run with that of one process; two processes run all of the others."""
+    folder = tmp_path_factory.mktemp("layouts")
+    single = train(folder, "single")
+    train(folder, "accumulated")
+    runs = [f"{layout}{fault}" for layout in LAYOUTS for fault in ("", ":fault")]
+    run_ranks("tests.distributed.layouts_run", folder, *runs)
+    return lambda run: compare_runs(single, folder / run)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["accumulated", *LAYOUTS])
+def test_layouts_do_not_part(layout: str, compared: Callable[[str], Divergence]) -> None:
+    found = compared(layout)
+    assert not found.diverged, found.text
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fault_in_another_layout_is_found(
+    layout: str, compared: Callable[[str], Divergence]
+) -> None:
+    found = compared(f"{layout}:fault")
+    assert (found.step, found.module, found.direction) == (FAULT_STEP, FAULTY, "forward")
