@@ -65,8 +65,11 @@ class FreedParameter(nn.Parameter):
         if describes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        name = _attribute(func) or getattr(func, "__name__", func)
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(args[0].shape) if args and isinstance(args[0], cls) else "unknown"
         raise RuntimeError(
-            f"{_attribute(func) or getattr(func, '__name__', func)}: the values of this parameter "
+            f"{name} of a parameter of shape {shape}: the values of this parameter "
             "are on another rank of the pipeline (free_unowned=True). Read weights in hooks of the "
             "validation or after the training, pass free_unowned=False, or save a checkpoint."
         )
