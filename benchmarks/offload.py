@@ -6,9 +6,9 @@
 Part one needs no GPU. The step of each model, at a size that trains on one GPU, is traced on fake
 tensors in BF16 and planned to 60 GiB without moving anything. That plan's recomputation is then
 kept. Of the choices of moves the one with the lowest peak is taken whose copies computing waits for
-at most 5 % of the step. Times are those of the GPU's data sheet, which no real step reaches, so that
-real copies have more time. Bytes in host memory are counted apart. The last column is the time that
-recomputation alone takes to reach the same peak.
+at most 5 % of the step. Times are those of the GPU's data sheet, which no real step reaches, so in
+reality copies have more time. Bytes in host memory are counted apart. The last column is the time
+that recomputation alone takes to reach the same peak, if it can.
 
 Part two runs a small version of each model on this CPU: plain, and with the budgets 0.0 and 0.5 and
 ``offload="host"``. Losses and gradients have to have the same bits, and the peak of the allocator's
@@ -220,7 +220,7 @@ def executed(name: str) -> list[dict[str, Any]]:
         meter.start()
         meter.mark([list(step.parameters()), list(step.buffers()), list(inputs.values())])
         run(inputs).backward()
-        measured, (plan,) = meter.stop(), plans
+        measured, plan = meter.stop(), plans[-1]
         assert measured is not None
         rows.append(
             {

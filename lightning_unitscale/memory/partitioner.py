@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.capture.executors import execute_with
 from lightning_unitscale.capture.graph_nodes import tensors_in
-from lightning_unitscale.memory.budgets import Budget, check_budget
+from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import (
     CostModel,
     assuming_sizes,
@@ -212,7 +212,7 @@ class RematPartitioner(CustomPartitionerFn):
         types = (value.device.type for value in values)
         device = next((kind for kind in types if kind not in ("cpu", "meta")), "cpu")
         if self.offload is not None and is_fused:
-            raise ValueError(f"offload={self.offload!r}: {OP_BY_OP}")
+            raise BudgetError(f"offload={self.offload!r}: {OP_BY_OP}")
         model = self.cost_model or (
             default_cost_model(device, fused=is_fused)
             if self.offload is None
