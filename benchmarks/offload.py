@@ -87,7 +87,7 @@ def _images(batch: int, image: int, **_: int) -> dict[str, Tensor]:
 def _gpt(width: int, depth: int, length: int, **_: int) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=8192, n_positions=length, n_embd=width, n_layer=depth, n_head=width // 64,
-        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, loss_type="ForCausalLM", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
@@ -149,14 +149,14 @@ SUBJECTS = {
         _gpt, _tokens, {"width": 2048, "depth": 24, "batch": 64, "length": 2048}, _SMALL
     ),
     "Llama": Subject(
-        _llama, _tokens, {"width": 2048, "depth": 24, "batch": 32, "length": 4096}, _SMALL
+        _llama, _tokens, {"width": 2048, "depth": 24, "batch": 32, "length": 2048}, _SMALL
     ),
     "BERT": Subject(
         _bert, _tokens, {"width": 2048, "depth": 24, "batch": 256, "length": 512}, _SMALL
     ),
     "ViT": Subject(
         _vit, _images, {"width": 1664, "depth": 48, "batch": 512, "image": 224},
-        {"width": 128, "depth": 4, "batch": 8, "image": 64},
+        {"width": 128, "depth": 4, "batch": 64, "image": 64},
     ),
     "residual MLP": Subject(
         lambda width, depth, **_: _Mixer(width, depth), _rows,

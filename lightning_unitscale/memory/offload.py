@@ -21,8 +21,9 @@ from lightning_unitscale.memory.schedule import BackwardOrder, PlanTimeline
 # Copies in one direction that have started and that computing has not yet waited for.
 MAX_IN_FLIGHT = 16
 # A copy that is planned as if it ran this many times as fast frees memory earlier, and computing
-# may wait for it. The last one is waited for at once.
-_HASTES = (1.0, 2.0, 4.0, 1e9)
+# may wait for it. The last one is waited for at once. The second numbers limit copies in flight:
+# with one, values that would queue for the link stay on the device.
+_HASTES = ((1.0, MAX_IN_FLIGHT), (1.0, 1), (2.0, MAX_IN_FLIGHT), (2.0, 1), (1e9, MAX_IN_FLIGHT))
 # Numbers of values that are tried, as shares of all bytes that can be moved.
 _NUM_SHARES = 12
 # A smaller share of all bytes that can be moved is not worth a copy.
@@ -132,6 +133,7 @@ def scheduled(
     num_forward: int,
     link: HostLink,
     haste: float = 1.0,
+    max_in_flight: int = MAX_IN_FLIGHT,
 ) -> tuple[Move, ...]:
     """Return moves that no operation waits for if copies are ``haste`` times as fast as the link.
 
@@ -144,6 +146,7 @@ def scheduled(
         num_forward: Number of operations of the forward pass.
         link: The connection to the host.
         haste: Factor on the speed of the link.
+        max_in_flight: Limit on copies in one direction that have started and are not waited for.
     """
     leaving: list[tuple[IdleValue, int]] = []
     pending: deque[int] = deque()
@@ -155,7 +158,7 @@ def scheduled(
         end = begin + link.seconds(value.num_bytes, haste)
         release = max(bisect_left(starts, end) - 1, value.start)
         # The memory must be free when the backward pass, another graph, begins.
-        if release < num_forward and len(pending) < MAX_IN_FLIGHT:
+        if release < num_forward and len(pending) < max_in_flight:
             leaving.append((value, release))
             pending.append(release)
             free_at = end
@@ -167,7 +170,7 @@ def scheduled(
             fetches.popleft()
         begin = min(busy_from, starts[value.use]) - link.seconds(value.num_bytes, haste)
         fetch = min(bisect_right(starts, begin) - 1, value.use)
-        if fetch >= num_forward and len(fetches) < MAX_IN_FLIGHT:
+        if fetch >= num_forward and len(fetches) < max_in_flight:
             moves.append(Move(value.node, value.start, release, fetch, value.use))
             fetches.append(fetch)
             busy_from = begin
@@ -220,8 +223,8 @@ def offloads(
     found: list[Offload] = []
     known: set[tuple[Move, ...]] = {()}
     for chosen in _shares(values, starts):
-        for haste in _HASTES:
-            moves = scheduled(chosen, starts, timeline.num_forward, link, haste)
+        for haste, in_flight in _HASTES:
+            moves = scheduled(chosen, starts, timeline.num_forward, link, haste, in_flight)
             if moves not in known:
                 known.add(moves)
                 exposed = exposed_seconds(problem, moves, starts, link)

@@ -102,9 +102,9 @@ def _return(
             copy = graph.call_function(start_to_device, (value, device))
         with graph.inserting_before(first):
             fetched = graph.call_function(wait_for, (copy,))
-        value.replace_all_uses_with(
-            fetched, delete_user_cb=lambda user, copy=copy: user is not copy
-        )
+        for user in list(value.users):
+            if user is not copy:
+                user.replace_input_with(value, fetched)
         # Graphs that are rewritten later read the shapes of all tensors.
         fetched.meta["val"] = value.meta["val"]
     graph.lint()
