@@ -125,6 +125,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
         {
             "budget": (None, 0, -1, True, 1.5, -0.1, NAN, "", "many", "10", *ODD),
             "compile": (None, 0, "fast", *ODD),
+            "offload": WORDS,
         },
     ),
     "Rules": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -28,8 +28,9 @@ from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.loops.loop import Claim
-from lightning_unitscale.loops.ranks import failing_together
+from lightning_unitscale.loops.ranks import failing_together, gathered
 from lightning_unitscale.memory.budgets import Budget, check_budget
+from lightning_unitscale.memory.host_link import OP_BY_OP, Offload, check_offload, link_of
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
 from lightning_unitscale.memory.profile_report import format_bytes
@@ -69,10 +70,15 @@ class RematCallback(StepsCallback):
             Results are then those of ``torch.compile`` up to its rounding, with the random numbers
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
+        offload: ``"host"`` also moves values that are kept to pinned host memory, where that costs
+            less time than recomputing them. Copies run beside computing. The budget is for the
+            device's memory. On a CPU the values are copied outside torch's allocator, which saves
+            nothing and is for tests. Not available with ``compile`` or under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed. At the first batch (under FSDP2 at the third step),
-            if it is in bytes and too small. The message names the smallest achievable peak.
+        ValueError: If the budget is malformed, or if ``offload`` is unknown or cannot be used with
+            the budget or with ``compile``. At the first batch (under FSDP2 at the third step), if
+            the budget is in bytes and too small. The message names the smallest achievable peak.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
             given twice or with ``UnitScaleCallback(remat=...)``, or the strategy is
             ``FSDPStrategy`` or uses tensor parallelism.
@@ -84,12 +90,21 @@ class RematCallback(StepsCallback):
         >>> trainer = Trainer(callbacks=[remat])  # after fit: print(remat.explain())
     """
 
-    def __init__(self, budget: Budget, *, compile: bool | CompileMode = False) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        compile: bool | CompileMode = False,
+        offload: Literal["host"] | None = None,
+    ) -> None:
         super().__init__()
         self._remember(locals())
         check_compile(compile)
         self.budget = check_budget(budget)
         self.compile = compile
+        self.offload = check_offload(offload, self.budget)
+        if offload is not None and compile:
+            raise ValueError(f"offload={offload!r}: {OP_BY_OP}")
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
         self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
@@ -133,7 +148,7 @@ class RematCallback(StepsCallback):
         enter(trainer, self)
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._partitioner = _partitioner(trainer, pl_module, self.budget, self.compile)
+        self._partitioner = _partitioner(trainer, pl_module, self)
         self._steps = self._capture(trainer, pl_module, self._partitioner)
 
     @override
@@ -310,12 +325,19 @@ def _waits(partitioner: StepPartitioner | MeasuredPartitioner | None) -> bool:
 
 
 def _partitioner(
-    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget, compile: bool | CompileMode
+    trainer: pl.Trainer, module: pl.LightningModule, callback: RematCallback
 ) -> StepPartitioner | MeasuredPartitioner:
+    budget, offload = callback.budget, callback.offload
     refuse_distributed_tensors(trainer, f"budget={budget!r}")
     if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
-        return step_partitioner(trainer, module, budget)
-    if compile:
+        return step_partitioner(trainer, module, budget, offload)
+    if offload is not None:
+        raise misconfigured(
+            f"offload={offload!r}: with ModelParallelStrategy a step is many graphs, and a value "
+            "is moved within one graph. Expected offload=None for RematCallback. Leave it out, or "
+            "use FSDP2's CPUOffloadPolicy for parameters."
+        )
+    if callback.compile:
         raise misconfigured(
             "compile=True: with ModelParallelStrategy a step is measured graph by graph, so "
             "they run op by op. Expected compile=False for RematCallback. Leave it out."
@@ -330,7 +352,10 @@ def _partitioner(
 
 
 def step_partitioner(
-    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    budget: Budget,
+    offload: Offload = None,
 ) -> StepPartitioner:
     """Return the partitioner of a LightningModule's steps, with its Trainer's memory."""
     refuse_sharded_parameters(
@@ -345,7 +370,11 @@ def step_partitioner(
         trainer = weak_trainer()
         return (0, 0, 0) if trainer is None else _trainer_bytes(trainer)
 
-    return StepPartitioner(budget, module, around)
+    if offload == "host":
+        # All ranks make the same plans, so they assume the slowest link that any rank measures.
+        links = gathered(link_of(trainer.strategy.root_device.type))
+        offload = min(links, key=lambda link: link.bytes_per_second)
+    return StepPartitioner(budget, module, around, offload)
 
 
 def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int, int]:

@@ -56,7 +56,7 @@ def limit_of(budget: Budget, default: int, floor: Callable[[], int]) -> int:
 
 
 class BudgetError(Refusal, ValueError):
-    """Error for a budget that no plan of a step keeps."""
+    """Error for a budget that no plan of a step keeps, or that its executor cannot follow."""
 
 
 def refusal(num_bytes: int, floor: int, default: int, where: str) -> BudgetError:

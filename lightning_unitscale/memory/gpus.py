@@ -32,6 +32,7 @@ class GPU:
         capability: Compute capability (SM version), which decides which kernels run.
         num_multiprocessors: Number of streaming multiprocessors.
         bytes_per_second: Bandwidth of its memory.
+        host_bytes_per_second: Bandwidth of its link to the host in one direction.
         flops_per_second: Rate of matmuls in BF16, in FP16 on a GPU without BF16.
         shared_bytes: Shared memory that a thread block may opt in to.
         threads_per_multiprocessor: Threads that one streaming multiprocessor holds at once.
@@ -46,6 +47,7 @@ class GPU:
     capability: tuple[int, int]
     num_multiprocessors: int
     bytes_per_second: float
+    host_bytes_per_second: float
     flops_per_second: float
     shared_bytes: int
     threads_per_multiprocessor: int = 2048
@@ -68,6 +70,7 @@ def _gpu(
     capability: tuple[int, int],
     num_multiprocessors: int,
     gigabytes_per_second: float,
+    host_gigabytes_per_second: float,
     teraflops_per_second: float,
 ) -> GPU:
     is_hopper = capability == (9, 0)
@@ -78,6 +81,7 @@ def _gpu(
         capability,
         num_multiprocessors,
         gigabytes_per_second * 1e9,
+        host_gigabytes_per_second * 1e9,
         teraflops_per_second * 1e12,
         _SHARED_KIB[capability] * 1024,
         _THREADS.get(capability, 2048),
@@ -85,30 +89,33 @@ def _gpu(
     )
 
 
+# The link to the host: PCI Express with 16 lanes, whose base specification gives 15.8 GB/s in one
+# direction for revision 3.0, 31.5 for 4.0 and 63.0 for 5.0. The data sheets below round them up and
+# name the revision: 5.0 for H100, H200 and B200, 3.0 for T4, 4.0 for the others.
 _LISTED = (
     # "NVIDIA H100 Tensor Core GPU" data sheet, column SXM: 80 GB, 3.35 TB/s, BF16 1979 TFLOPS with
     # sparsity. "NVIDIA H100 Tensor Core GPU Architecture" white paper: 132 SMs, capability 9.0.
-    _gpu("h100", "H100 80GB", 80, (9, 0), 132, 3350, 989.5),
+    _gpu("h100", "H100 80GB", 80, (9, 0), 132, 3350, 64, 989.5),
     # "NVIDIA A100 Tensor Core GPU" data sheet, column 80GB SXM: 2039 GB/s, BF16 312 TFLOPS.
     # "NVIDIA A100 Tensor Core GPU Architecture" white paper: 108 SMs, capability 8.0.
-    _gpu("a100", "A100 80GB", 80, (8, 0), 108, 2039, 312),
+    _gpu("a100", "A100 80GB", 80, (8, 0), 108, 2039, 32, 312),
     # "NVIDIA H200 Tensor Core GPU" data sheet, column SXM: 141 GB (decimal), 4.8 TB/s, BF16 1979
     # TFLOPS with sparsity; the chip is the H100's.
-    _gpu("h200", "H200 141GB", 141e9 / _GIB, (9, 0), 132, 4800, 989.5),
+    _gpu("h200", "H200 141GB", 141e9 / _GIB, (9, 0), 132, 4800, 64, 989.5),
     # "NVIDIA DGX B200" data sheet, 8 GPUs: 1,440 GB and 64 TB/s, 36 PFLOPS FP16/BF16 with sparsity.
     # CUDA's table of compute capabilities: 10.0. Its profile by cudaGetDeviceProperties: 148 SMs.
-    _gpu("b200", "B200 180GB", 180e9 / _GIB, (10, 0), 148, 8000, 2250),
+    _gpu("b200", "B200 180GB", 180e9 / _GIB, (10, 0), 148, 8000, 64, 2250),
     # "NVIDIA L40S" data sheet: 48 GB, 864 GB/s, BF16 362.05 TFLOPS, 18,176 cores in 142 SMs.
-    _gpu("l40s", "L40S 48GB", 48, (8, 9), 142, 864, 362.05),
+    _gpu("l40s", "L40S 48GB", 48, (8, 9), 142, 864, 32, 362.05),
     # "NVIDIA Ada GPU Architecture" white paper, appendix A, GeForce RTX 4090: 24 GB, 1008 GB/s,
     # BF16 165.2 TFLOPS with FP32 accumulation, 128 SMs; capability 8.9.
-    _gpu("rtx4090", "RTX 4090 24GB", 24, (8, 9), 128, 1008, 165.2),
+    _gpu("rtx4090", "RTX 4090 24GB", 24, (8, 9), 128, 1008, 32, 165.2),
     # Amazon's "EC2 G5 instances": A10G, 24 GB, 600 GB/s. "NVIDIA A10G" data sheet: BF16 70 TFLOPS,
     # 80 SMs; "NVIDIA Ampere GA102" white paper: capability 8.6.
-    _gpu("a10g", "A10G 24GB", 24, (8, 6), 80, 600, 70),
+    _gpu("a10g", "A10G 24GB", 24, (8, 6), 80, 600, 32, 70),
     # "NVIDIA T4" data sheet: 16 GB, 320 GB/s, FP16 65 TFLOPS. "NVIDIA Turing GPU Architecture"
     # white paper: 40 SMs, capability 7.5. It has no BF16.
-    _gpu("t4", "T4 16GB", 16, (7, 5), 40, 320, 65),
+    _gpu("t4", "T4 16GB", 16, (7, 5), 40, 320, 16, 65),
 )
 GPUS = {gpu.name: gpu for gpu in _LISTED}
 """GPUs by the name that follows ``"cuda:"``."""

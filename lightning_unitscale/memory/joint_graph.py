@@ -153,6 +153,7 @@ class JointGraphReader:
                     can_recompute=can_recompute,
                     in_forward=in_forward[i],
                     replay_bytes=_RNG_STATE_BYTES if is_random(node) else 0,
+                    can_offload=can_save and base == i and _is_dense(node),
                 )
             )
         sizes = tuple(map(size_hint, self.sizes))
@@ -275,6 +276,18 @@ _FUSIBLE = frozenset(
 def _element_bytes(tensor: Tensor) -> int:
     example: Tensor = concrete(tensor)
     return example.numel() * example.element_size()
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """Check whether a node's value is a tensor that fills its storage."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    try:
+        storage = size_hint(value.untyped_storage().nbytes())
+    except (NotImplementedError, RuntimeError):
+        return False
+    return storage == _element_bytes(value) and size_hint(value.storage_offset()) == 0
 
 
 def _storages(value: Any) -> frozenset[int]:

@@ -28,12 +28,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.capture.executors import execute_with
 from lightning_unitscale.capture.graph_nodes import tensors_in
-from lightning_unitscale.memory.budgets import Budget, check_budget
+from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import (
     CostModel,
     assuming_sizes,
     default_cost_model,
     size_hint,
+)
+from lightning_unitscale.memory.host_link import (
+    OP_BY_OP,
+    Offload,
+    check_offload,
+    link_of,
+    present_cost_model,
 )
 from lightning_unitscale.memory.joint_graph import (
     JointGraphReader,
@@ -43,14 +50,19 @@ from lightning_unitscale.memory.joint_graph import (
     is_view,
     must_recompute,
 )
-from lightning_unitscale.memory.planner import PLANNER_VERSION, Planner, RematPlan
+from lightning_unitscale.memory.offload_graph import insert_moves
+from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion, recomputed
 from lightning_unitscale.memory.real_memory import storage_bytes
+from lightning_unitscale.memory.remat_plan import PLANNER_VERSION, RematPlan
 from lightning_unitscale.memory.schedule import input_bytes, lazy_order
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 # Factors by which sizes may outgrow the planned ones. The largest that fits is used.
 _FACTORS = (8.0, 4.0, 2.0, 1.5, 1.25, 1.1)
+# In the meta of a backward graph's nodes, whose names change if they run several times: their place
+# in the joint graph.
+_NUMBER = "lightning_unitscale.joint_number"
 _SET = torch.ops.aten.set_.source_Tensor
 
 
@@ -147,6 +159,8 @@ class RematPartitioner(CustomPartitionerFn):
             peak), ``"min_cut"``, or ``"default"``.
         cost_model: Cost of running an operator. The default is that of the graph's device.
         on_plan: Called with every plan.
+        offload: ``"host"`` for plans that also move saved values to host memory, or the link to the
+            host that they assume. Graphs must run op by op.
 
     Attributes:
         planning_seconds: Total time of planning so far.
@@ -162,8 +176,10 @@ class RematPartitioner(CustomPartitionerFn):
         *,
         cost_model: CostModel | None = None,
         on_plan: Callable[[RematPlan], None] | None = None,
+        offload: Offload = None,
     ) -> None:
         self.budget = budget if budget == "default" else check_budget(budget)
+        self.offload = check_offload(offload, self.budget)
         self.cost_model = cost_model
         self.on_plan = on_plan
         # The tensors behind inputs of the graph that is planned, as far as they are known.
@@ -195,7 +211,13 @@ class RematPartitioner(CustomPartitionerFn):
         values = tensors_in([node.meta.get("val") for node in gm.graph.nodes])
         types = (value.device.type for value in values)
         device = next((kind for kind in types if kind not in ("cpu", "meta")), "cpu")
-        model = self.cost_model or default_cost_model(device, fused=is_fused)
+        if self.offload is not None and is_fused:
+            raise BudgetError(f"offload={self.offload!r}: {OP_BY_OP}")
+        model = self.cost_model or (
+            default_cost_model(device, fused=is_fused)
+            if self.offload is None
+            else present_cost_model(device)
+        )
         reader = JointGraphReader(
             gm.graph,
             num_fwd_outputs,
@@ -215,6 +237,7 @@ class RematPartitioner(CustomPartitionerFn):
             resident_bytes=resident,
             forward_bytes=forward,
             stepping_bytes=stepping,
+            link=link_of(device) if self.offload == "host" else self.offload,
         )
         plan = self.choose(planner)
         self.limit_sizes(changing_sizes(gm.graph), lambda: planner.in_problem(plan, reader.read()))
@@ -257,7 +280,7 @@ class RematPartitioner(CustomPartitionerFn):
         """Return the key in Inductor's cache, or ``None`` for no caching."""
         if type(self) is not RematPartitioner or self.on_plan is not None:
             return None
-        return f"remat-{PLANNER_VERSION}-{self.budget!r}-{self.cost_model!r}"
+        return f"remat-{PLANNER_VERSION}-{self.budget!r}-{self.cost_model!r}-{self.offload!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RematPartitioner:
         return self  # it keeps no state of a module
@@ -310,6 +333,15 @@ def split(
     _drop_dead(fwd_module.graph, plan, number, NodeRegion.BACKWARD)
     _drop_dead(bwd_module.graph, plan, number, NodeRegion.FORWARD)
     graphs = [raise_getitems(fwd_module), raise_getitems(_reordered(bwd_module, plan, number))]
+    if plan.moves:
+        insert_moves(
+            *(graph.graph for graph in graphs),
+            plan,
+            lambda node: number.get(node.name),
+            lambda node: node.meta.get(_NUMBER),
+        )
+        for graph in graphs:
+            graph.recompile()
     thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
     if thread is not None:
         graphs = [thread(graph, is_backward=bool(i)) for i, graph in enumerate(graphs)]
@@ -353,5 +385,6 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     for node in (*placeholders, *(old[i] for i in order), module.graph.output_node()):
         # A later copy of a node replaces the earlier one for all later nodes.
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta[_NUMBER] = of_joint[index[node]]
     graph.lint()
     return fx.GraphModule(module, graph)

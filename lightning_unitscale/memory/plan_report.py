@@ -12,8 +12,8 @@ from tabulate import tabulate
 from torch import fx
 
 from lightning_unitscale.memory.joint_graph import kind_of
-from lightning_unitscale.memory.planner import RematPlan
 from lightning_unitscale.memory.profile_report import format_bytes, new_figure
+from lightning_unitscale.memory.remat_plan import RematPlan
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,14 @@ class RematReport:
         plan_hash: Hash that is equal on all ranks with the same plan.
         peak_bytes: Predicted peak of all bytes alive in a step.
         peak_at: Pass and node of the peak, or the optimizer's step.
-        saved_bytes: Bytes kept for the backward pass, each storage once.
+        saved_bytes: Bytes kept for the backward pass, each storage once, also those moved away.
         recomputed: How often each kind of operation is recomputed.
         recomputed_flops: Floating-point operations of their matmuls.
         recomputed_seconds: Their estimated time.
         sizes: Numbers that the plan assumes for sizes that change from call to call.
+        num_offloaded: Number of saved values that wait in host memory.
+        host_bytes: Their bytes.
+        exposed_seconds: Estimated time in which computing waits for their copies.
         part: The graph's part of the step: its Python frame and its parameters. It is the same if a
             frame is recaptured for another value that it reads. ``None`` if unknown.
     """
@@ -44,6 +47,9 @@ class RematReport:
     recomputed_seconds: float = 0.0
     sizes: tuple[int, ...] = ()
     part: tuple[object, ...] | None = None
+    num_offloaded: int = 0
+    host_bytes: int = 0
+    exposed_seconds: float = 0.0
 
     @classmethod
     def of(cls, plan: RematPlan) -> RematReport:
@@ -58,8 +64,11 @@ class RematReport:
             plan.saved_bytes,
             dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
             plan.flops,
-            plan.seconds,
+            plan.again_seconds,
             plan.problem.sizes,
+            num_offloaded=len(plan.moves),
+            host_bytes=plan.host_bytes,
+            exposed_seconds=plan.exposed_seconds,
         )
 
     def table(self) -> str:
@@ -76,8 +85,14 @@ class RematReport:
                 f"GFLOP of matmuls, {1e3 * self.recomputed_seconds:.2f} ms by estimate",
             ),
             *((f"  {kind}", count) for kind, count in self.recomputed.items()),
+            *([("moved to the host", self._moved())] if self.num_offloaded else []),
         ]
         return tabulate(rows, tablefmt="plain")
+
+    def _moved(self) -> str:
+        count = f"{self.num_offloaded} value{'s' * (self.num_offloaded > 1)}"
+        waiting = f"{1e3 * self.exposed_seconds:.2f} ms of waiting by estimate"
+        return f"{count}, {format_bytes(self.host_bytes)}, {waiting}"
 
 
 def reports_by_part(reports: Sequence[RematReport]) -> list[list[RematReport]]:
@@ -126,8 +141,8 @@ def plot_timeline(plan: RematPlan, path: str | Path) -> None:
     figure.savefig(path)
 
 
-_COLORS = {"input": "lightgray", "forward": "lightblue", "saved": "gold", "recomputed": "salmon",
-           "backward": "palegreen"}  # fmt: skip
+_COLORS = {"input": "lightgray", "forward": "lightblue", "saved": "gold", "offloaded": "plum",
+           "recomputed": "salmon", "backward": "palegreen"}  # fmt: skip
 
 
 def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:

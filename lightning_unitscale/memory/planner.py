@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import networkx as nx
 import numpy as np
 
 from lightning_unitscale.memory.blocks import Blocks, find_blocks, segment_members
 from lightning_unitscale.memory.budgets import Budget, check_budget, limit_of, refusal
 from lightning_unitscale.memory.chain import EndingRuns, Run, choose_options, ending_runs
 from lightning_unitscale.memory.min_cut import CutNetwork, non_dominated
+from lightning_unitscale.memory.offload import HostLink, offloads, without_moved
 from lightning_unitscale.memory.problem import (
     Floats,
-    Ints,
     Mask,
     NodeRegion,
     RematProblem,
@@ -25,16 +23,13 @@ from lightning_unitscale.memory.problem import (
     wanted,
 )
 from lightning_unitscale.memory.profile_report import format_bytes
+from lightning_unitscale.memory.remat_plan import RematPlan
 from lightning_unitscale.memory.schedule import (
-    BackwardOrder,
-    PlanTimeline,
     backward_order,
     input_bytes,
     simulate_plan,
 )
 
-# Changes whenever the same problem may get another plan.
-PLANNER_VERSION = 4
 # An operator with more operations per element than this is a matmul, which the classic cut keeps.
 _MATMUL_FLOPS_PER_ELEMENT = 4.0
 _TIGHTENINGS = 6
@@ -42,115 +37,6 @@ _TIGHTENINGS = 6
 # those that are planned between two of them.
 _NUM_PLANS = 20
 _NUM_BETWEEN = 8
-
-
-@dataclass(frozen=True)
-class RematPlan:
-    """Plan of the values to keep and the operations to recompute, with its costs.
-
-    Attributes:
-        problem: The joint graph.
-        name: Origin of the plan: ``"default"``, ``"min_cut"``, ``"checkpoint_blocks"``, ``"cut"``
-            or ``"blocks"``.
-        saved: Nodes whose values are kept.
-        kept: Nodes that are recomputed at most once. Others may run once for each block that needs
-            them. ``None`` means all nodes.
-        segments: Block of each node, if ``kept`` is given.
-        order: The order of the backward pass.
-        timeline: Bytes alive over the forward and the backward pass.
-        least_bytes: Bytes alive in the optimizer's step, which no plan changes.
-    """
-
-    problem: RematProblem
-    name: str
-    saved: Mask
-    kept: Mask | None
-    segments: Sequence[int] | None
-    order: BackwardOrder
-    timeline: PlanTimeline
-    least_bytes: int = 0
-
-    @cached_property
-    def again(self) -> Ints:
-        """Return the nodes that run a second time, once for each time."""
-        return self.order.again(self.problem)
-
-    @cached_property
-    def seconds(self) -> float:
-        """Estimate the time of recomputation."""
-        return self._again_of(self.problem.seconds)
-
-    @cached_property
-    def flops(self) -> float:
-        """Count the floating-point operations of the recomputed matmuls."""
-        return self._again_of(self.problem.flops)
-
-    def _again_of(self, costs: Floats) -> float:
-        # Summed node by node: equal for plans that differ in the order of recomputation only.
-        return float(np.bincount(self.again, minlength=len(self.problem)) @ costs)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Return the bytes kept for the backward pass, each storage once."""
-        return self.problem.saved_bytes(self.saved)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predict the peak of all bytes alive in a step."""
-        return max(self.timeline.peak_bytes, self.least_bytes)
-
-    @property
-    def peak_at(self) -> str:
-        """Describe where the peak is reached: the pass and the operation."""
-        if self.least_bytes > self.timeline.peak_bytes:
-            return "the optimizer's step"
-        direction, node = self.timeline.peak_at
-        return f"the {direction} pass, at {self.problem.nodes[node].name}"
-
-    @cached_property
-    def hash(self) -> str:
-        """Hash the saved and kept nodes and the order, equal on all ranks with the same plan."""
-        digest = hashlib.sha256(f"{PLANNER_VERSION}".encode())
-        for node, keeps in zip(self.problem.nodes, self.saved.tolist(), strict=True):
-            if keeps:
-                digest.update(node.name.encode() + b";")
-        digest.update(self.order.nodes.astype("<i8").tobytes())
-        return digest.hexdigest()[:16]
-
-    def to_networkx(self) -> nx.DiGraph:
-        """Return the joint graph with the plan's effect on each node.
-
-        Returns:
-            A graph of networkx with the totals of the plan. A node has ``op``, ``num_bytes`` (of
-            the storage that it allocates), ``flops`` and estimated ``seconds``. Its ``role`` is
-            ``"input"``, ``"forward"``, ``"saved"``, ``"recomputed"`` or ``"backward"``. It runs
-            ``num_runs`` times, from ``first_run`` to ``last_run`` in the schedule; both are -1 for
-            an input. An edge has the ``num_bytes`` of the storage that is read, and ``saved``
-            (whether the backward pass reads a saved value).
-        """
-        totals = ("name", "hash", "peak_bytes", "saved_bytes", "flops", "seconds")
-        graph = nx.DiGraph(**{total: getattr(self, total) for total in totals})
-        nodes, saved = self.problem.nodes, self.saved.tolist()
-        num_forward = self.timeline.num_forward
-        runs: list[list[int]] = [[] for _ in nodes]
-        for position, index in enumerate(self.timeline.nodes.tolist()):
-            runs[index].append(position)
-        for node, keeps, at in zip(nodes, saved, runs, strict=True):
-            first, last = (at[0], at[-1]) if at else (-1, -1)
-            again = "recomputed" if last >= num_forward else "forward"
-            role = "backward" if first >= num_forward else "saved" if keeps else again
-            graph.add_node(
-                node.name,
-                op=node.kind,
-                role="input" if node.region is NodeRegion.INPUT else role,
-                **{name: getattr(node, name) for name in ("num_bytes", "flops", "seconds")},
-                **{"num_runs": len(at), "first_run": first, "last_run": last},
-            )
-            for read in node.inputs:
-                size = nodes[nodes[read].base].num_bytes
-                is_saved = saved[read] and last >= num_forward
-                graph.add_edge(nodes[read].name, node.name, num_bytes=size, saved=is_saved)
-        return graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +56,7 @@ class Planner:
     resident_bytes: int = 0
     forward_bytes: int = 0
     stepping_bytes: int = 0
+    link: HostLink | None = None
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -245,7 +132,29 @@ class Planner:
                 "parameters, inputs and optimizer state"
             )
             raise refusal(limit, self.floor.peak_bytes, self.default.peak_bytes, where)
-        return _fastest([*self.tried(_NUM_PLANS), *self._plans_between(limit)], limit)
+        plans = [*self.tried(_NUM_PLANS), *self.offloaded]
+        if limit >= self._on_device_floor.peak_bytes:
+            plans += self._plans_between(limit)
+        return _fastest(plans, limit)
+
+    @cached_property
+    def offloaded(self) -> list[RematPlan]:
+        """Return the best plans on the device with some of their saved values in host memory."""
+        if self.link is None:
+            return []
+        tried = self.tried(_NUM_PLANS)
+        bases = non_dominated(tried, lambda plan: (plan.seconds, plan.peak_bytes))
+        bases += non_dominated(tried, lambda plan: (plan.seconds, plan.saved_bytes))
+        return [
+            replace(
+                base,
+                timeline=choice.timeline,
+                moves=choice.moves,
+                exposed_seconds=choice.exposed_seconds,
+            )
+            for base in {id(base): base for base in bases}.values()
+            for choice in offloads(base.problem, base.saved, base.order, base.timeline, self.link)
+        ]
 
     def _plans_between(self, limit: int) -> list[RematPlan]:
         """Return plans for budgets close to a limit that are no better than those far from it.
@@ -265,6 +174,12 @@ class Planner:
     @cached_property
     def floor(self) -> RematPlan:
         """Return the plan with the lowest peak that the planner finds."""
+        plans = [self._on_device_floor, *self.offloaded]
+        return min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
+
+    @cached_property
+    def _on_device_floor(self) -> RematPlan:
+        """Return the plan with the lowest peak of those that keep all in the device's memory."""
         best = min(self.candidates, key=lambda plan: plan.peak_bytes)
         low, high = _fixed_bytes(self), best.peak_bytes
         for _ in range(12):
@@ -285,13 +200,14 @@ class Planner:
         Args:
             num_plans: Number of budgets, evenly between the default plan's peak and the floor.
         """
-        return non_dominated(self.tried(num_plans), lambda plan: (plan.seconds, plan.peak_bytes))
+        plans = [*self.tried(num_plans), *self.offloaded]
+        return non_dominated(plans, lambda plan: (plan.seconds, plan.peak_bytes))
 
     def tried(self, num_plans: int) -> list[RematPlan]:
         """Return all plans that :meth:`front` compares. Those that it drops may keep less."""
         limits = _limits(self, num_plans)[-2:0:-1]
         of_blocks = (plan for limit in limits if (plan := self._of_blocks(limit)))
-        return [*self.candidates, self.floor, *of_blocks]
+        return [*self.candidates, self._on_device_floor, *of_blocks]
 
     def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
         """Return a plan from its kept nodes, without values that would not be read.
@@ -326,6 +242,7 @@ class Planner:
         """Return the same plan for the same graph with other sizes."""
         beside = self.resident_bytes, self.forward_bytes
         timeline = simulate_plan(problem, plan.saved, plan.order, *beside)
+        timeline = without_moved(problem, timeline, plan.moves)
         return replace(
             plan, problem=problem, timeline=timeline, least_bytes=_least_bytes(self, problem)
         )
@@ -349,14 +266,17 @@ class Planner:
 
 
 def _fastest(plans: Sequence[RematPlan], limit: int) -> RematPlan:
-    """Return the fastest of the plans whose peak is within a limit, of equal ones the smallest."""
+    """Return the fastest of the plans whose peak is within a limit.
+
+    Of equally fast ones it is the one that moves the least, then the one with the lowest peak.
+    """
     fitting = (plan for plan in plans if plan.peak_bytes <= limit)
-    return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
+    return min(fitting, key=lambda plan: (plan.seconds, plan.host_bytes, plan.peak_bytes))
 
 
 def _limits(planner: Planner, num_plans: int) -> list[int]:
     """Return budgets evenly from the floor to the default plan's peak."""
-    top, bottom = planner.default.peak_bytes, planner.floor.peak_bytes
+    top, bottom = planner.default.peak_bytes, planner._on_device_floor.peak_bytes
     return [top - (top - bottom) * step // num_plans for step in range(num_plans, -1, -1)]
 
 

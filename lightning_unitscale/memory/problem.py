@@ -44,6 +44,7 @@ class RematNode:
     can_recompute: bool = True  # in the backward pass
     in_forward: bool = True  # the forward pass computes it in every plan
     replay_bytes: int = 0  # generator's state, kept instead of its value if it is recomputed
+    can_offload: bool = False  # a dense tensor that may wait in host memory between the passes
 
     def moved(self, inputs: tuple[int, ...], base: int, owner: int) -> RematNode:
         """Return the same operation in another graph, faster than ``dataclasses.replace``."""
@@ -83,6 +84,7 @@ class RematProblem:
     in_forward = _column("in_forward", np.bool_)
     can_save = _column("can_save", np.bool_)
     can_recompute = _column("can_recompute", np.bool_)
+    can_offload = _column("can_offload", np.bool_)
 
     def __len__(self) -> int:
         return len(self.nodes)

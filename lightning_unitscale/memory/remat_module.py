@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
@@ -22,11 +22,13 @@ from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.rollback import held_values
 from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import CostModel
+from lightning_unitscale.memory.host_link import Offload, check_offload, link_of
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
-from lightning_unitscale.memory.planner import Planner, RematPlan
+from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import gradient_bytes, module_bytes, storages_of
+from lightning_unitscale.memory.remat_plan import RematPlan
 
 # Planned steps before a warning: the first batch, another size of it, and a smaller last batch are
 # usual.
@@ -39,6 +41,7 @@ def plan_remat(
     budget: Budget,
     cost_model: CostModel | None = None,
     resident_bytes: int = 0,
+    offload: Offload = None,
     **kwargs: Any,
 ) -> RematPlan:
     """Return the fastest plan of a training step whose peak is within the budget.
@@ -51,6 +54,8 @@ def plan_remat(
             linearly in bytes. Or ``"min_cut"``.
         cost_model: Cost of running an operator. The default is that of the graph's device.
         resident_bytes: Bytes alive besides the graph's inputs, such as the optimizer's state.
+        offload: ``"host"`` for plans that also move saved values to host memory, or the
+            :class:`HostLink` that they assume.
         **kwargs: Further inputs.
 
     Raises:
@@ -58,7 +63,10 @@ def plan_remat(
         RuntimeError: If there is no gradient to compute, or several graphs.
     """
     budget = check_budget(budget)
-    return _planner(function, args, kwargs, cost_model, resident_bytes).plan(budget)
+    offload = check_offload(offload, budget)
+    planner = _planner(function, args, kwargs, cost_model, resident_bytes)
+    link = link_of("cpu") if offload == "host" else offload
+    return replace(planner, link=link).plan(budget)
 
 
 def pareto_front(
@@ -137,8 +145,9 @@ class StepPartitioner(RematPartitioner):
         budget: Budget,
         module: nn.Module,
         around: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        offload: Offload = None,
     ) -> None:
-        super().__init__(budget, on_plan=self._keep)
+        super().__init__(budget, on_plan=self._keep, offload=offload)
         self.reports: list[RematReport] = []
         self._module = module
         self._around = around
@@ -166,7 +175,8 @@ class StepPartitioner(RematPartitioner):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
         """Return one for the copied module, which its callback does not know."""
-        return StepPartitioner(self.budget, memo.get(id(self._module), self._module))
+        module = memo.get(id(self._module), self._module)
+        return StepPartitioner(self.budget, module, offload=self.offload)
 
     def table(self) -> str:
         """Return the reports as text."""
@@ -283,7 +293,7 @@ class StepPartitioner(RematPartitioner):
     def _keep(self, plan: RematPlan) -> None:
         if not self._is_first:
             return
-        self._kept_bytes += plan.saved_bytes
+        self._kept_bytes += plan.saved_bytes - plan.host_bytes
         problem = plan.problem
         # The step's caller holds its batch. Graphs that saved later inputs hold those.
         holds = (problem.region == NodeRegion.INPUT) & (plan.saved | (not self._has_planned))
@@ -295,7 +305,9 @@ class StepPartitioner(RematPartitioner):
         self.reports.append(replace(RematReport.of(plan), part=part))
 
 
-def remat(module: nn.Module, budget: Budget) -> nn.Module:
+def remat(
+    module: nn.Module, budget: Budget, *, offload: Literal["host"] | None = None
+) -> nn.Module:
     """Return a copy of ``module`` that computes the same bits in less memory.
 
     Its forward and backward graph are planned together when you first call it with gradients. The
@@ -313,18 +325,24 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
             in bytes. A float is linear in bytes, from 0, the smallest achievable peak (also
             ``"min"``), to 1, the peak without rematerialization, so it can always be met.
             ``"min_cut"`` keeps as few bytes as possible without recomputing a matmul.
+        offload: ``"host"`` also moves values that are kept to pinned host memory, where that costs
+            less time than recomputing them. The budget is for the device's memory. On a CPU they
+            are copied outside torch's allocator, which saves nothing and is for tests.
 
     Returns:
         A new module with its own parameters, ``remat_table()``, ``remat_reports()`` and
         ``explain()``. Its graphs run op by op, or by Inductor after ``transforms.compile``.
 
     Raises:
-        ValueError: If the budget is malformed or ``module`` was compiled by the user. At the first
+        ValueError: If the budget is malformed or ``module`` was compiled by the user, or for
+            another ``offload`` or one that the budget cannot use. At the first
             call, if the budget is in bytes and below the floor, which the message names.
     """
     budget = check_budget(budget)
+    check_offload(offload, budget)
     new = own_copy(module)
-    steps, partitioner = capture(new, "remat"), StepPartitioner(budget, new)
+    partitioner = StepPartitioner(budget, new, offload=offload)
+    steps = capture(new, "remat")
     steps.partition_by(partitioner)
     # A copy of the module shows its own, since methods are copied with their objects.
     new.__dict__["remat_table"] = partitioner.table

@@ -30,7 +30,7 @@ from lightning_unitscale.capture.fake_device import (
     snapshot,
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
-from lightning_unitscale.memory.costs import default_cost_model
+from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.fake_step import FakeStep, own_loss
 from lightning_unitscale.memory.gpu_kernels import DeviceCalls
 from lightning_unitscale.memory.gpu_recurrent import run_kernel
@@ -122,6 +122,7 @@ def traced_problem(
     device: str = "cpu",
     method: str = "forward",
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    cost_model: CostModel | None = None,
     **kwargs: Any,
 ) -> RematProblem:
     """Return the joint graph of a training step on a simulated device.
@@ -133,6 +134,7 @@ def traced_problem(
         method: Name of the method, such as ``training_step``, that returns the loss, or a dict with
             ``"loss"``.
         context: Makes a context around the forward pass, such as autocast.
+        cost_model: Cost of running an operator. The default is that of the device's type.
         **kwargs: Keyword arguments of the method.
 
     Raises:
@@ -168,7 +170,8 @@ def traced_problem(
         with tracer, _Kernels():
             results = run(tangent)
     tracer.graph.output([None if each is None else tracer.node_of(each) for each in results])
-    reader = JointGraphReader(tracer.graph, num_outputs, default_cost_model(target.type))
+    model = cost_model or default_cost_model(target.type)
+    reader = JointGraphReader(tracer.graph, num_outputs, model)
     return out_of_place(reader.read(), [is_mutable(node) for node in reader.nodes])
 
 

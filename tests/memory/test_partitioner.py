@@ -10,7 +10,8 @@ from lightning_unitscale.memory.partitioner import (
     RematPartitioner,
     aot_backend,
 )
-from lightning_unitscale.memory.planner import Planner, RematPlan
+from lightning_unitscale.memory.planner import Planner
+from lightning_unitscale.memory.remat_plan import RematPlan
 from tests.memory.programs import PROGRAMS, Checkpointed, compiled, run
 
 

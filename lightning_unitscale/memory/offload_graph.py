@@ -1,0 +1,110 @@
+"""Put the copies of a plan into the forward and the backward graph."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from torch import fx
+
+from lightning_unitscale.memory.host_copies import start_to_device, start_to_host, wait_for
+from lightning_unitscale.memory.remat_plan import RematPlan
+
+NumberOf = Callable[[fx.Node], int | None]
+"""The place of a graph's node in the joint graph, ``None`` for nodes that torch has added."""
+
+
+class _Places:
+    """Finds the node before which a place of the timeline begins."""
+
+    def __init__(
+        self, graph: fx.Graph, places: Mapping[int, list[int]], number_of: NumberOf
+    ) -> None:
+        self._end = graph.output_node()
+        self._places: list[int] = []
+        self._nodes: list[fx.Node] = []
+        self._last = 0
+        seen: dict[int, int] = defaultdict(int)
+        for node in graph.nodes:
+            number = None if node.op != "call_function" else number_of(node)
+            if number is None or seen[number] >= len(places.get(number, ())):
+                continue
+            place = places[number][seen[number]]
+            seen[number] += 1
+            # Items of a tuple come right after it in the graph, which may be earlier than planned.
+            if node.target is not operator.getitem and place >= self._last:
+                self._last = place
+                self._places.append(place)
+                self._nodes.append(node)
+
+    def before(self, place: int) -> fx.Node:
+        """Return the first node that runs at a place or later."""
+        index = bisect_left(self._places, place)
+        return self._nodes[index] if index < len(self._nodes) else self._end
+
+
+def insert_moves(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    plan: RematPlan,
+    in_forward: NumberOf,
+    in_backward: NumberOf,
+) -> None:
+    """Return moved values to the host from the forward graph, and fetch them in the backward graph.
+
+    Args:
+        forward: The forward graph. It returns the saved values, so now their copies.
+        backward: The backward graph, whose inputs are the saved values.
+        plan: The plan, with its moves.
+        in_forward: The place of a forward graph's node in the joint graph.
+        in_backward: The same for the backward graph.
+    """
+    timeline = plan.timeline
+    places: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
+    for place, number in enumerate(timeline.nodes.tolist()):
+        places[place >= timeline.num_forward][number].append(place)
+    values = {in_forward(node): node for node in forward.nodes if node.op == "call_function"}
+    inputs = {in_backward(node): node for node in backward.find_nodes(op="placeholder")}
+    _leave(forward, _Places(forward, places[0], in_forward), plan, values)
+    _return(backward, _Places(backward, places[1], in_backward), plan, inputs)
+
+
+def _leave(
+    graph: fx.Graph, places: _Places, plan: RematPlan, values: Mapping[int | None, fx.Node]
+) -> None:
+    copies: dict[int, fx.Node] = {}
+    returned: dict[fx.Node, fx.Node] = {}
+    for move in plan.moves:
+        value = values[move.node]
+        at = places.before(move.start + 1)
+        with graph.inserting_before(at) if value < at else graph.inserting_after(value):
+            copies[move.node] = graph.call_function(start_to_host, (value,))
+    for move in sorted(plan.moves, key=lambda move: (move.release, move.start, move.node)):
+        copy, at = copies[move.node], places.before(move.release + 1)
+        with graph.inserting_before(at) if copy < at else graph.inserting_after(copy):
+            returned[values[move.node]] = graph.call_function(wait_for, (copy,))
+    output = graph.output_node()
+    output.args = fx.node.map_arg(output.args, lambda node: returned.get(node, node))
+    graph.lint()
+
+
+def _return(
+    graph: fx.Graph, places: _Places, plan: RematPlan, inputs: Mapping[int | None, fx.Node]
+) -> None:
+    for move in sorted(plan.moves, key=lambda move: (move.fetch, move.use, move.node)):
+        value = inputs[move.node]
+        first = min(value.users)
+        at = min(places.before(move.fetch), first)
+        with graph.inserting_before(at):
+            device = value.meta["val"].device
+            copy = graph.call_function(start_to_device, (value, device))
+        with graph.inserting_before(first):
+            fetched = graph.call_function(wait_for, (copy,))
+        for user in list(value.users):
+            if user is not copy:
+                user.replace_input_with(value, fetched)
+        # Graphs that are rewritten later read the shapes of all tensors.
+        fetched.meta["val"] = value.meta["val"]
+    graph.lint()
