@@ -87,9 +87,11 @@ def _images(batch: int, image: int, **_: int) -> dict[str, Tensor]:
 def _gpt(width: int, depth: int, length: int, **_: int) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=8192, n_positions=length, n_embd=width, n_layer=depth, n_head=width // 64,
-        use_cache=False, loss_type="ForCausalLM", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # without it a warning breaks the graph
+    return model
 
 
 def _llama(width: int, depth: int, length: int, **_: int) -> nn.Module:

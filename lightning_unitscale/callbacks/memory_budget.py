@@ -32,6 +32,7 @@ from lightning_unitscale.loops.ranks import failing_together, gathered
 from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.host_link import OP_BY_OP, Offload, check_offload, link_of
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
+from lightning_unitscale.memory.offload import HostLink
 from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import (
@@ -372,8 +373,8 @@ def step_partitioner(
 
     if offload == "host":
         # All ranks make the same plans, so they assume the slowest link that any rank measures.
-        links = gathered(link_of(trainer.strategy.root_device.type))
-        offload = min(links, key=lambda link: link.bytes_per_second)
+        rates = gathered(link_of(trainer.strategy.root_device.type).bytes_per_second)
+        offload = HostLink(min(rates))
     return StepPartitioner(budget, module, around, offload)
 
 

@@ -335,7 +335,8 @@ def split(
     graphs = [raise_getitems(fwd_module), raise_getitems(_reordered(bwd_module, plan, number))]
     if plan.moves:
         insert_moves(
-            *(graph.graph for graph in graphs),
+            graphs[0].graph,
+            graphs[1].graph,
             plan,
             lambda node: number.get(node.name),
             lambda node: node.meta.get(_NUMBER),

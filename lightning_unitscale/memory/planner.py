@@ -134,7 +134,7 @@ class Planner:
             raise refusal(limit, self.floor.peak_bytes, self.default.peak_bytes, where)
         plans = [*self.tried(_NUM_PLANS), *self.offloaded]
         if limit >= self._on_device_floor.peak_bytes:
-            plans += self._plans_between(limit)
+            plans += _plans_between(self, limit)
         return _fastest(plans, limit)
 
     @cached_property
@@ -155,21 +155,6 @@ class Planner:
             for base in {id(base): base for base in bases}.values()
             for choice in offloads(base.problem, base.saved, base.order, base.timeline, self.link)
         ]
-
-    def _plans_between(self, limit: int) -> list[RematPlan]:
-        """Return plans for budgets close to a limit that are no better than those far from it.
-
-        A plan that only some limits compare must neither be faster than the plans of all larger
-        limits nor have a lower peak than those of all smaller ones.
-        """
-        limits = _limits(self, _NUM_PLANS)
-        index = int(np.searchsorted(limits, limit, side="right"))
-        low, high = limits[index - 1], limits[index]
-        seconds = _fastest(self.tried(_NUM_PLANS), high).seconds
-        steps = range(1, _NUM_BETWEEN)
-        aims = sorted({low + (high - low) * step // _NUM_BETWEEN for step in steps})
-        plans = (plan for aim in aims if (plan := self._of_blocks(aim)))
-        return [plan for plan in plans if plan.peak_bytes >= low and plan.seconds >= seconds]
 
     @cached_property
     def floor(self) -> RematPlan:
@@ -206,7 +191,7 @@ class Planner:
     def tried(self, num_plans: int) -> list[RematPlan]:
         """Return all plans that :meth:`front` compares. Those that it drops may keep less."""
         limits = _limits(self, num_plans)[-2:0:-1]
-        of_blocks = (plan for limit in limits if (plan := self._of_blocks(limit)))
+        of_blocks = (plan for limit in limits if (plan := _of_blocks(self, limit)))
         return [*self.candidates, self._on_device_floor, *of_blocks]
 
     def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
@@ -247,22 +232,39 @@ class Planner:
             plan, problem=problem, timeline=timeline, least_bytes=_least_bytes(self, problem)
         )
 
-    def _of_blocks(self, limit: int) -> RematPlan | None:
-        """Return the fastest choice of options whose simulated peak is within the limit."""
-        aim = limit
-        for _ in range(_TIGHTENINGS):
-            plan = self._chosen_for(aim)
-            if plan is None or plan.peak_bytes <= limit:
-                return plan
-            aim -= max(plan.peak_bytes - limit, limit // 200)
-        return None
-
     def _chosen_for(self, aim: int) -> RematPlan | None:
         if aim not in self._plans:
             budget_bytes = aim - _fixed_bytes(self)
             choice = choose_options(self._runs, budget_bytes, forward_bytes=self.forward_bytes)
             self._plans[aim] = None if choice is None else _of_choice(self, choice)
         return self._plans[aim]
+
+
+def _plans_between(planner: Planner, limit: int) -> list[RematPlan]:
+    """Return plans for budgets close to a limit that are no better than those far from it.
+
+    A plan that only some limits compare must neither be faster than the plans of all larger
+    limits nor have a lower peak than those of all smaller ones.
+    """
+    limits = _limits(planner, _NUM_PLANS)
+    index = int(np.searchsorted(limits, limit, side="right"))
+    low, high = limits[index - 1], limits[index]
+    seconds = _fastest(planner.tried(_NUM_PLANS), high).seconds
+    steps = range(1, _NUM_BETWEEN)
+    aims = sorted({low + (high - low) * step // _NUM_BETWEEN for step in steps})
+    plans = (plan for aim in aims if (plan := _of_blocks(planner, aim)))
+    return [plan for plan in plans if plan.peak_bytes >= low and plan.seconds >= seconds]
+
+
+def _of_blocks(planner: Planner, limit: int) -> RematPlan | None:
+    """Return the fastest choice of options whose simulated peak is within the limit."""
+    aim = limit
+    for _ in range(_TIGHTENINGS):
+        plan = planner._chosen_for(aim)
+        if plan is None or plan.peak_bytes <= limit:
+            return plan
+        aim -= max(plan.peak_bytes - limit, limit // 200)
+    return None
 
 
 def _fastest(plans: Sequence[RematPlan], limit: int) -> RematPlan:

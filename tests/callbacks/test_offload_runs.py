@@ -78,7 +78,7 @@ def test_a_configuration_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "    init_args: {budget: 0.5, offload: host}\n"
     )
     monkeypatch.setattr("sys.argv", ["train", "--config", str(config)])
-    cli = LightningCLI(BoringModel, run=False)
+    cli = LightningCLI(BoringModel, run=False, seed_everything_default=0)
     (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, RematCallback))
     assert callback.offload == "host"
     assert isinstance(cli.trainer, pl.Trainer)
