@@ -1152,7 +1152,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the step of the optimizer has no peak",
-        "memory/planner.py",
+        "memory/remat_plan.py",
         "return max(self.timeline.peak_bytes, self.least_bytes)",
         "return self.timeline.peak_bytes",
         "callbacks/test_remat_peaks.py -k AdamW",

@@ -135,7 +135,9 @@ class RunPair:
         is_of_parts = self._is_of_parts(sizes)
         shifts = np.zeros(len(steps))
         if direction == "backward":
-            shifts = self._shifts(rms[0] - rms[1], sizes, is_of_parts)
+            with np.errstate(invalid="ignore"):  # of zeros, the difference is NaN
+                apart = rms[0] - rms[1]
+            shifts = self._shifts(apart, sizes, is_of_parts)
             rms[1] += shifts[:, None]
             amax[1] += shifts[:, None]
         numel = np.fmax(*sizes).astype(np.float64)

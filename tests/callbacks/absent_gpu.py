@@ -23,7 +23,7 @@ from lightning_unitscale.capture.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.matmuls import fp8_linear as fp8
 from lightning_unitscale.matmuls.kernels import matmul_kernel
-from lightning_unitscale.monitor import rows, watched_call
+from lightning_unitscale.monitor import gradient_hooks, rows, watched_call
 from lightning_unitscale.scales import transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
 
@@ -209,6 +209,7 @@ def a_gpu() -> Iterator[Gpu]:
     from lightning_unitscale.scales import triton_statistics
 
     gpu = Gpu()
+    readable = {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (
             torch.cuda,
@@ -228,7 +229,8 @@ def a_gpu() -> Iterator[Gpu]:
         (torch.UntypedStorage, {"data_ptr": _address}),
         (Tensor, {"data_ptr": _place}),
         # The monitor and layers in FP8 leave fake tensors alone.
-        (rows, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
+        (rows, readable),
+        (gradient_hooks, readable),
         (watched_call, {"is_readable": torch.is_floating_point}),
         (fp8, {"has_subclass": lambda _: False}),
     ]

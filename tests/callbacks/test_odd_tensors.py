@@ -75,7 +75,7 @@ class Odd(Regression):
 
 @BOTH_WAYS
 def test_odd_tensors(captured: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="plain: complex numbers"):
+    with pytest.warns(UserWarning, match="unscaled: complex numbers"):
         _, callbacks = assert_same_run(Odd, _always(captured), max_steps=4)
     assert {"first.linear", "second.linear"} <= set(unit_scale_of(callbacks).gauge)
     assert len(monitor_of(callbacks).snapshots) == 4

@@ -192,7 +192,7 @@ def test_a_callback_beside_it_is_an_error_that_names_both(where: str) -> None:
         def configure_callbacks(self) -> Any:
             return [callback] if where == "module" else []
 
-    text = r"UnitScaledPrecision\('fp8'\) beside .*UnitScaleCallback\(simulate='E3M2FN'\)"
+    text = r"UnitScaledPrecision\('fp8'\) together with .*UnitScaleCallback\(simulate='E3M2FN'\)"
     given: dict[str, Any] = {"accelerator": "cpu", "plugins": [plugin], "devices": 1}
     if where != "module":
         given["callbacks"] = [callback]

@@ -87,7 +87,7 @@ SPECIAL = {
     Reentrant: "is reentrant and none of its inputs needs a gradient",
     Normalized: "writes into a buffer",
     Counted: "writes into a buffer",
-    OtherMasks: "draws random numbers with preserve_rng_state=False",
+    OtherMasks: "draws other random numbers when recomputed",
 }
 
 

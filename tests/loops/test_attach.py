@@ -312,7 +312,7 @@ BAD = {
     "log_dir": (
         lambda m, o: attach(m, o, ScaleMonitor(), log_dir=f"{__file__}/scales"),
         ValueError,
-        "log_dir='.*/scales': nothing can be written .*not a directory",
+        "log_dir='.*/scales': this folder is not writable .*not a directory",
     ),
     "remat": (lambda m, o: attach(m, o, RematCallback(0.5)), ValueError, "RematCallback: it"),
     "rules": (lambda m, o: attach(m, o, UnitScaleCallback("u-mup")), ValueError, "method="),

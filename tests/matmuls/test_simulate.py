@@ -238,9 +238,10 @@ def test_a_step_without_matmuls_is_left_alone() -> None:
     module = Step(lambda p, a: p * a, w(4))
     inputs = (x(4),)
     simulated = simulate_format(module, "E4M3FN", "E5M2", rounding="stochastic")
+    assert_same_bits(run(simulated, *inputs), run(module, *inputs))
+    # The first step may have no loss, so it is no reason to warn.
     with pytest.warns(UserWarning, match="no matmul runs in a simulated format: no matmul"):
-        found = run(simulated, *inputs)
-    assert_same_bits(found, run(module, *inputs))
+        run(simulated, *inputs)
 
 
 def test_wrong_arguments() -> None:

@@ -136,7 +136,10 @@ class TestErrors:
                 pass
 
     def test_no_rank(self) -> None:
-        with pytest.raises(ValueError, match="`world_size=0`: no rank"), fake_process_group(0):
+        with (
+            pytest.raises(ValueError, match="`world_size=0`: not a number of ranks"),
+            fake_process_group(0),
+        ):
             pass
 
     def test_a_module_with_values(self) -> None:

@@ -213,7 +213,7 @@ def test_the_loss_is_found_by_its_spec() -> None:
     assert found(wrapped, x, x, split_spec=cuts) == 0
     with pytest.raises(ValueError, match=r"0 outputs have this key"):
         found(Outputs(), x, loss_spec="los")
-    with pytest.raises(ValueError, match="no tensor of one element"):
+    with pytest.raises(ValueError, match="is not a tensor of one element"):
         found(Outputs(), x, loss_spec="hidden")
     with pytest.raises(ValueError, match="marks 2 of the 4 outputs"):
         found(Outputs(), x, loss_spec={"hidden": False, "both": True, "loss2": False})

@@ -87,5 +87,5 @@ def test_a_metric_is_found_by_its_path() -> None:
     assert metric is module.mean
     assert metric._forward_cache == 5.0
     stray: Metric = MulticlassAccuracy(3)
-    with pytest.raises(RuntimeError, match="no submodule"):
+    with pytest.raises(RuntimeError, match="not a submodule"):
         metrics.loggable(stray)

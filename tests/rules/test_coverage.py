@@ -39,7 +39,7 @@ def test_the_report() -> None:
     assert "readout: 1/fan_in" in lines["forward:parts.2.linear"]
     assert "measured RMS" in lines["forward:abs"] and "calibrated" in lines["forward:abs"]
     assert "read by linalg_svdvals, which no rule rewrites" in lines["parts.1.weight"]
-    assert "handed on" in lines["Operations:"] and "1 residual" in lines["Operations:"]
+    assert "passed on" in lines["Operations:"] and "1 residual" in lines["Operations:"]
     assert lines["Parameters:"] == "Parameters: 2 scaled, 3 zeroed, 1 left."
     # What the passes did stands above it.
     assert "unit scale by rules" in report

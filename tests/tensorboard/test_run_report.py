@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_written(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     for output in ("file", "file/report"):
         text = _error(capsys, str(run), "--output", output)
-        assert f"output='{output}': nothing can be written" in text
+        assert f"output='{output}': this folder is not writable" in text
     with pytest.raises(TypeError, match=r"output=3: it is an int. Expected the path"):
         write_report([run], 3)
 
