@@ -219,9 +219,9 @@ def test_include_and_exclude() -> None:
         assert "Operands rounded to E4M3FN, gradients to E5M2 (nearest)" in done
         del simulated  # the kernels of matmuls are watched from below in the next turn
         rows = [line.split() for line in done.splitlines()]
-        assert ["up", "3", "50", "%", "format"] in rows
+        assert ["up", "3", "50", "%", "in", "format"] in rows
         reason = "its name is excluded" if "exclude" in options else "its name is not included"
-        assert ["down", "3", "50", "%", "left", "out", *reason.split()] in rows
+        assert ["down", "3", "50", "%", "unrounded", *reason.split()] in rows
 
 
 def test_nothing_arrives_without_a_gradient() -> None:
