@@ -232,12 +232,15 @@ class RunningFunction:
         self.units: list[tuple[Tensor, Log2Unit, str]] = []
         # With each of them the operand that a matmul reads, and the dimension that it sums over.
         self.read: list[tuple[Tensor, int]] = []
-        # Of the arguments, if no session sees the matmuls.
-        self.axes = axes_of_function(word, arguments) if word in MATMUL_WORDS else ()
         self._given = arguments
         # Arguments that were found by their size, which several may have.
         self._taken: set[int] = set()
         self._ran: list[RanMatmul] = []
+
+    @functools.cached_property
+    def axes(self) -> tuple[int, ...]:
+        """Return the dimensions of the arguments that are summed over, if no session sees it."""
+        return axes_of_function(self.word, self._given) if self.word in MATMUL_WORDS else ()
 
     @functools.cached_property
     def _arguments(self) -> list[Tensor]:

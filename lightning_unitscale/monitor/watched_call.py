@@ -67,6 +67,7 @@ class WatchedCall:
         self.is_open = True
         self._start_names = start_names
         self._measuring = measuring
+        self._counts_blocks = bool(measuring.layout.block_formats)
         self._select = select
         self._units = units
         self._running: RunningFunction | None = None
@@ -111,7 +112,7 @@ class WatchedCall:
         with plain_functions():
             for (operand, unit, _), read in zip(running.units, running.read, strict=True):
                 self._set_unit(operand, unit, *read)
-            if running.axes and not running.read:
+            if self._counts_blocks and running.axes and not running.read:
                 for operand, axis in zip(operands, running.axes, strict=True):
                     self._measure_blocks(self._only_row(operand), operand, axis, None)
             if word == "setitem":
@@ -282,7 +283,7 @@ class WatchedCall:
         if matmul is not None:
             gamma = matmul.log2_gamma
             row.log2_gamma, row.has_gradient_unit = gamma or 0, gamma is not None
-        if axes := running.axes if matmul is None else matmul.axes:
+        if self._counts_blocks and (axes := running.axes if matmul is None else matmul.axes):
             row.gradient_axis = gradient_axis(axes[0], tensor)
         for checkpoint in caller.checkpoints:
             self.checkpoints[checkpoint].append((row, word))

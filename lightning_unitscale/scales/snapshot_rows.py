@@ -37,7 +37,6 @@ from lightning_unitscale.scales.violations import judged_by_format
 # Losses to a format, and whether the larger one of two tensors with equal losses is worse.
 # For a block format, the loss is the share of blocks whose scale saturates, or of flushed elements.
 _LOSSES: Final = (("overflow", True), ("underflow", False))
-_UNITS: Final = {"forward": "log2_sigma", "backward": "log2_gamma"}
 _QUANTILES: Final = {"min": 0.0, "median": 0.5, "max": 1.0}
 
 
@@ -45,7 +44,8 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
     """Return one row per measured tensor and direction."""
     for direction in DIRECTIONS:
         operands = snapshot.read_by_matmuls(direction).tolist()
-        units = getattr(snapshot, _UNITS[direction]).tolist()
+        is_forward = direction == "forward"
+        units = (snapshot.log2_sigma if is_forward else snapshot.log2_gamma).tolist()
         stored = snapshot.log2_rms(direction, stored=True).tolist()
         fractions = snapshot.fractions(direction).tolist()
         blocks = snapshot.block_shares(direction).tolist()

@@ -200,10 +200,9 @@ class RunPair:
         shifts = np.zeros(len(apart))
         if losses:
             found = apart[:, losses] + np.log2(sizes[0][losses] / sizes[1][losses])
-            known = np.isfinite(found).any(axis=1)
-            shifts[known] = np.nanmedian(
-                np.where(np.isfinite(found), found, np.nan)[known], axis=1
-            ).round(5)
+            found[~np.isfinite(found)] = np.nan
+            known = ~np.isnan(found).all(axis=1)
+            shifts[known] = np.nanmedian(found[known], axis=1).round(5)
         return shifts
 
     def _shape_distance(
