@@ -88,7 +88,12 @@ def execute_with(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    drawn: set[str] = set()
+
     def compile_one(one: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        if options.get("is_backward"):
+            _drop_unread_draws(one.graph, drawn)
+        drawn.update(node.name for node in one.graph.nodes)
         join_rows(one)
         keep_workspaces(one.graph)
         one.recompile()
@@ -102,6 +107,17 @@ def execute_with(
             graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
         )
         return on_plain_tensors(cast(Callable[..., Any], run), inputs)
+
+
+def _drop_unread_draws(graph: fx.Graph, of_forward: set[str]) -> None:
+    """Remove from a backward graph the forward pass's random operators that nothing reads."""
+    # With ``fallback_random`` torch (2.13) keeps every random operator whose inputs are saved, such
+    # as an attention kernel: it would run in both passes, and draw its numbers twice.
+    for node in reversed(graph.nodes):
+        may_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if may_draw and not node.users and node.name in of_forward:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch._inductor import config
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor import compile_fx, config
 
 from lightning_unitscale.capture import executors
 from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
@@ -95,6 +96,32 @@ def test_inductor_itself(torch_kernels: None) -> None:
         assert (one.bwd is None) == (name == "input.x")
         if one.bwd is not None and other.bwd is not None:
             assert one.bwd.mean_abs == pytest.approx(other.bwd.mean_abs, rel=1e-5)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        return nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
+
+
+def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again in the backward pass, for the random numbers that it might draw."""
+    found: list[str] = []
+
+    def run(graph_module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        names = (str(node.target) for node in graph_module.graph.nodes)
+        found.extend(name for name in names if "attention" in name and "backward" not in name)
+        return boxed_nop(graph_module, inputs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", run)
+    net, x = Attention(), torch.randn(3, 5, 8)
+    compiled = compile(lossless_unit_scale(net, x))
+    torch.testing.assert_close(gradients(compiled, x), gradients(net, x))
+    assert len(found) == 1, found
 
 
 MODES = [("default", False, False), ("reduce-overhead", True, False), ("max-autotune", True, True)]
