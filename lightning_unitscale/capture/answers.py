@@ -13,9 +13,9 @@ back. A function that still breaks is captured with its break. Answers are remem
 Torch 2.11 treats everything that it traces as exported. From 2.12 on, and here, only an export is.
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
-for each function to capture, and the ``_box`` of what it calls; ``tracing_state_functions``, ``tx``
-in the handler that answers whether anything is compiled, and ``SpeculationLogDivergence``. The
-lines in ``real_stack`` of Dynamo's errors were checked on 2.13.
+for each function to capture, and the ``_box`` of what it calls; ``_get_error_on_graph_break``;
+``tracing_state_functions``, ``tx`` in the handler that answers whether anything is compiled, and
+``SpeculationLogDivergence``. The lines in ``real_stack`` of Dynamo's errors were checked on 2.13.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.variables import torch as torch_variables
@@ -62,6 +63,7 @@ class _Told(threading.local):
         self.yes: set[_Asker] = set()
         # Left with that function. Without one, graphs break as usual.
         self.strictness: contextlib.ExitStack | None = None
+        self.insists = False  # on one graph for the current function
 
 
 _TOLD = _Told()
@@ -104,7 +106,12 @@ def insist_on_one_graph() -> bool:
     """Turn breaks of the traced graph into errors, and return whether that was possible."""
     if _TOLD.strictness is None:
         return False
-    _TOLD.strictness.enter_context(torch._dynamo.error_on_graph_break(True))
+    if not _TOLD.insists:
+        # Dynamo's own setting is one for all threads, and other threads write it meanwhile.
+        for asks in (symbolic_convert, convert_frame):
+            strict = shadowed_here(asks, _get_error_on_graph_break=lambda: True)
+            _TOLD.strictness.enter_context(strict)
+        _TOLD.strictness.enter_context(shadowed(_TOLD, insists=True))
     return True
 
 
