@@ -735,7 +735,7 @@ MUTATIONS = (
     Mutation(
         "what an autograd function reads counts as not read",
         "monitor/input_gradients.py",
-        "if any(frame.f_code is FUNCTION_CALL for frame in frames()):",
+        "if any(function_call(frame) is not None for frame in frames()):",
         "if False:",
         "monitor/test_tracked_kinds.py -k only_in_part",
     ),

@@ -28,10 +28,10 @@ from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.steady import LATEST
 from lightning_unitscale.matmuls.torch_internals import (
-    FUNCTION_CALL,
     MODULE_CALLS,
     checkpoint_of,
     current_node,
+    function_call,
     graph_task,
 )
 
@@ -103,7 +103,7 @@ def _session_of_loss(operands: Sequence[Any]) -> MatmulSession | None:
     # Autograd records the matmul itself, or the user's autograd function around it.
     read: Any = operands
     if not torch.is_grad_enabled():
-        read = [frame.f_locals["args"] for frame in frames() if frame.f_code is FUNCTION_CALL]
+        read = list(map(function_call, frames()))
     if not needs_gradient(read) or any(_calls_other_model(frame, session) for frame in frames()):
         return None
     return session

@@ -21,13 +21,14 @@ from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.torch_internals import (
     CHECKPOINT,
     ENGINE,
-    FUNCTION_CALL,
+    FUNCTION_NAME,
     MODULE_CALLS,
     RECOMPUTATIONS,
     UNPACK,
     checkpoint_of,
     checkpoint_under_way,
     checkpointed_body,
+    function_call,
     graph_task,
 )
 from lightning_unitscale.matmuls.units import Units
@@ -47,9 +48,9 @@ def frames() -> Iterator[FrameType]:
 def function_arguments() -> Iterator[Tensor]:
     """Yield the tensor arguments of the autograd functions on the stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (code := frame.f_code) is not ENGINE:
-        if code is FUNCTION_CALL:
-            yield from (arg for arg in frame.f_locals["args"] if isinstance(arg, Tensor))
+    while frame is not None and frame.f_code is not ENGINE:
+        if frame.f_code.co_name == FUNCTION_NAME:
+            yield from (arg for arg in function_call(frame) or () if isinstance(arg, Tensor))
         frame = frame.f_back
 
 

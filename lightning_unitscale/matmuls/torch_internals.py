@@ -1,6 +1,6 @@
 """Wrap the private names of torch's dispatcher, engine and checkpoints.
 
-Checked on torch 2.13 and 2.11.
+Checked on torch 2.14, 2.13 and 2.11.
 
 - ``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` map a backward
   matmul to its forward matmul. A forward kernel runs right after its autograd node is created,
@@ -9,6 +9,8 @@ Checked on torch 2.13 and 2.11.
   ``OpOverload._dispatch_cache``, which a compiler's tracing adds, must be removed as well.
 - A frame of ``Module._call_impl`` identifies the running module. A frame of
   ``_engine_run_backward`` directly below a kernel means that the autograd engine called it.
+- A frame of ``Function.apply`` means that an autograd function runs. From torch 2.14 on, only the
+  function's ``forward`` has a frame.
 - A frame of ``CheckpointFunction.backward``, or of ``recompute_fn`` within
   ``_checkpoint_without_reentrant_generator``, means that a checkpoint is recomputed.
 - ``_CheckpointFrame`` is a checkpoint's state. The saved-tensor hooks hold it while the body
@@ -25,7 +27,7 @@ import inspect
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -48,8 +50,12 @@ _WRAPPED_CALL: CodeType = nn.Module._wrapped_call_impl.__code__
 # By identity, as in RECOMPUTATIONS: hashing code takes ten times as long.
 MODULE_CALLS = frozenset(map(id, (MODULE_CALL, _WRAPPED_CALL)))
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
-FUNCTION_CALL: CodeType = inspect.unwrap(vars(torch.autograd.Function)["apply"]).__code__
-
+# ``None`` from torch 2.14 on, where it is no Python function.
+_APPLY: CodeType | None = getattr(
+    inspect.unwrap(vars(torch.autograd.Function)["apply"]), "__code__", None
+)
+# Of the code for which :func:`function_call` may return arguments.
+FUNCTION_NAME = "forward" if _APPLY is None else "apply"
 OPERATOR_CALL: CodeType = torch._ops.OpOverload.__call__.__code__
 
 CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
@@ -91,6 +97,36 @@ def checkpoint_of(frame: FrameType) -> object | None:
         return None
     found = frame.f_locals.get("frame")
     return found if isinstance(found, checkpoints._CheckpointFrame) else None
+
+
+# Whether code is the ``forward`` of an autograd function, by the code's identity.
+_FORWARDS: dict[int, tuple[CodeType, bool]] = {}
+
+
+def function_call(frame: FrameType) -> tuple[Any, ...] | None:
+    """Return the arguments of the autograd function that a frame runs, ``None`` for others."""
+    code = frame.f_code
+    if _APPLY is not None:
+        return frame.f_locals["args"] if code is _APPLY else None
+    if code.co_name != FUNCTION_NAME:
+        return None
+    known = _FORWARDS.get(id(code))
+    if known is None:
+        # The code is kept, so that no other code gets its identity.
+        known = _FORWARDS[id(code)] = code, code in _forwards(torch.autograd.Function)
+    if not known[1]:
+        return None
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    values = frame.f_locals
+    args = tuple(values[name] for name in code.co_varnames[:num_named] if name in values)
+    has_rest = code.co_flags & inspect.CO_VARARGS
+    return args + tuple(values.get(code.co_varnames[num_named], ())) if has_rest else args
+
+
+def _forwards(function: type[torch.autograd.Function]) -> Iterator[CodeType | None]:
+    yield getattr(inspect.unwrap(function.forward), "__code__", None)
+    for kind in function.__subclasses__():
+        yield from _forwards(kind)
 
 
 def last_sequence_number() -> int:

@@ -27,7 +27,7 @@ from lightning_unitscale.matmuls.autograd_nodes import after_backward, autograd_
 from lightning_unitscale.matmuls.calls import leave_graph
 from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.matmuls.sites import frames
-from lightning_unitscale.matmuls.torch_internals import FUNCTION_CALL, graph_task
+from lightning_unitscale.matmuls.torch_internals import function_call, graph_task
 from lightning_unitscale.monitor.torch_state import OPERATORS, PLAIN_TYPES, unseen, version_of
 
 
@@ -94,7 +94,7 @@ class InputGradients:
         paths = {id(t): path for t in tensors if (path := self.path_of(t)) is not None}
         if not torch.is_grad_enabled():
             # An autograd function has a derivative of its own.
-            if any(frame.f_code is FUNCTION_CALL for frame in frames()):
+            if any(function_call(frame) is not None for frame in frames()):
                 self.lose(tensors)
             return None
         if not paths:
