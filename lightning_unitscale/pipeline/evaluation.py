@@ -172,8 +172,6 @@ class EvaluatingStrategy(GridStrategy):
 class SavingStrategy(EvaluatingStrategy):
     """A strategy that collects state on the first rank and saves nothing after an exception."""
 
-    shard_optimizer: bool
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state dict of a single device on the first rank, and ``{}`` on the others."""
@@ -189,7 +187,7 @@ class SavingStrategy(EvaluatingStrategy):
         inner = getattr(optimizer, "_optimizer", optimizer)
         if self._owners is None or self._is_interrupted:
             return cast(dict[str, Any], inner.state_dict())
-        if self.grid.replicas.rank and not self.shard_optimizer:
+        if self.grid.replicas.rank:
             return {}
         return self._owners.optimizer_state(inner)
 

@@ -222,10 +222,6 @@ OPTIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: PipelineStrategy(num_microbatches=2, evaluation="whole", num_eval_microbatches=2),
         ("num_eval_microbatches=2", "evaluation='whole'"),
     ),
-    "a sharded optimizer on one pipeline": (
-        lambda: PipelineStrategy(num_microbatches=2, shard_optimizer=True),
-        ("shard_optimizer=True", "data_parallel=1"),
-    ),
     "dynamic scales on a moving grid": (
         lambda: transforms.fp8_linears(torch.nn.Linear(2, 2), scaling="dynamic", grid="moving"),
         ("grid='moving'", "scaling='dynamic'"),
