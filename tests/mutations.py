@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lightning_unitscale"
-# What the tests read; neither the environment nor logs.
+# Files that the tests read, without the environment and logs.
 COPIED = (
     PACKAGE,
     "tests",

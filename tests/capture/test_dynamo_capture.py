@@ -1,4 +1,4 @@
-"""What Dynamo hands over is described and copied, and never changed."""
+"""Dynamo's graphs are described and copied, and never changed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _LATER = (
     "numbers are looked at when units are measured, at steps 8, 16, 32, 64 and every 128th: "
     "between them, "
 )
-# What a user sees of these cases, by name; only with units.
+# Differences that a user sees in these cases, by name, only with units.
 INEXACT = {
     "numbers-attention_that_saturates_later": _LATER
     + "elements of a gradient below 1e-38 may differ by a subnormal number",

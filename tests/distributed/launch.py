@@ -169,7 +169,7 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def quiet_rank() -> None:
-    """What every rank does first: nothing of Lightning's below errors, no warnings, one thread."""
+    """Set up a rank: show only Lightning's errors, no warnings, and use one thread."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

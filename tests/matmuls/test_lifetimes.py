@@ -245,7 +245,7 @@ def test_an_example_runs_once_and_leaves_random_numbers_alone() -> None:
     state = torch.get_rng_state()
     net = Counts()
     scaled = lossless_unit_scale(net, torch.randn(4, 16).zero_())
-    # What is outside of the module has seen the call: there is no other that could be taken back.
+    # Code outside the module has seen the call, so the call cannot be undone.
     assert len(CALLS_SO_FAR) == 1
     assert net.calls == scaled.calls == 0
     first = random.random()

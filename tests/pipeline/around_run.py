@@ -30,7 +30,7 @@ CLASSES, WIDTH, LENGTH, SAMPLES, STEPS = 7, 8, 5, 8, 4
 
 @dataclass
 class Output:
-    """What a model returns: its loss, which it computes itself, and its logits."""
+    """The output of a model: its own loss, and its logits."""
 
     loss: Tensor | None
     logits: Tensor

@@ -59,7 +59,7 @@ class Metric(Groups):
 
 
 class Keeps(Groups):
-    """What its steps leave on it is there once for every batch."""
+    """Its steps have their side effects once for every batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class Runs:
             chain.result()
 
     def found(self, folder: str, case: str, rank: int = 0) -> dict[str, Any]:
-        """What a rank wrote."""
+        """Return the results of a rank."""
         return torch.load(self.root / folder / f"{case}-{rank}.pt", weights_only=False)
 
     def _chain(self) -> None:

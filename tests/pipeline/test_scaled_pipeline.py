@@ -50,18 +50,18 @@ class Runs:
             )
             self._run(NUM_RANKS, NUM_RANKS, "-", parts[0])
             self._run(1, 1, str(self.folders[NUM_RANKS]), parts[1])
-            # What raises leaves no process group behind that were of use, so it comes last.
+            # An error leaves no usable process group, so cases that raise come last.
             self._run(NUM_RANKS, NUM_RANKS, str(self.folders[1]), [*parts[2], *pipelined, *cases])
             alone.result()
 
     def found(self, folder: int | str, case: str, rank: int = 0) -> dict[str, Any]:
-        """What a rank wrote of a case."""
+        """Return the results of a rank for a case."""
         path = self.folders[folder] / f"{case}-{rank}.pt"
         found: dict[str, Any] = torch.load(path, weights_only=False)
         return found
 
     def checkpoint(self, folder: int | str, case: str) -> dict[str, Any]:
-        """What a case saved."""
+        """Return the checkpoint of a case."""
         path = self.folders[folder] / f"{case}.ckpt"
         saved: dict[str, Any] = torch.load(path, weights_only=False)
         return saved
@@ -82,7 +82,7 @@ class Runs:
         )
 
 
-# What tests without parameters read.
+# Cases that tests without parameters read.
 _READ = {
     "test_the_gradient_of_a_tied_weight_is_that_of_all_stages": "matmuls",
     "test_one_writer": "monitored",

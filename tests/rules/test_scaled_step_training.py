@@ -1,4 +1,4 @@
-"""What a model learns with scaled rates: what the plain one does, under schedules and decay too."""
+"""With scaled rates a model learns the same as the unscaled one, also under schedules and decay."""
 
 from __future__ import annotations
 
