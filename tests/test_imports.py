@@ -173,7 +173,7 @@ def test_the_strategy_has_a_name_once_the_package_is_imported(
 def test_callbacks_load_neither_the_engine_of_pipelines_nor_lightning(
     printed: dict[str, str],
 ) -> None:
-    """Who trains in another loop, or with the other of the two packages, does not wait for it."""
+    """Users of another loop, or of the other package, do not wait for these imports."""
     lines = printed[CALLBACKS].splitlines()
     assert lines[0] == "False"
     assert not set(lines[-1].split()) & {"lightning", "pytorch_lightning", "lightning_fabric"}

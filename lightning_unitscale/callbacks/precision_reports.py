@@ -21,7 +21,7 @@ from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 from lightning_unitscale.precision.meter import Meter, refuse_steps
 from lightning_unitscale.precision.report import PrecisionReport
 
-# What a callback measures by itself costs less than a report on request.
+# A report that a callback makes by itself costs less than one on request.
 _SAMPLED = Effort(directions=8, pairs=1)
 _FORMAT = "E4M3FN"
 

@@ -253,7 +253,7 @@ class ScaleMonitor(StepsCallback):
     def start(self, loop: Loop, steps: ProbedSteps | None = None) -> None:
         self.leave()
         self._loop = loop
-        # What another callback simulates is counted as well.
+        # Formats that another callback simulates are counted as well.
         simulated = (getattr(callback, "simulate", None) for callback in loop.callbacks)
         used = [item for each in simulated if isinstance(each, Simulate) for item in each.blocks]
         blocks = tuple(dict.fromkeys((*self._layout.block_formats, *used)))

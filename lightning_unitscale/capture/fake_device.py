@@ -45,7 +45,7 @@ is_several_tensors = is_traceable_wrapper_subclass
 aten = torch.ops.aten
 # The simulated device as C++ sees it. Python's own has no index.
 _STAND_IN = torch.device("cpu", 0)
-# Compute capability of the simulated GPU where nothing else is said: Hopper.
+# Default compute capability of the simulated GPU: Hopper.
 _COMPUTE_CAPABILITY = (9, 0)
 
 

@@ -106,7 +106,7 @@ Scaling = Literal["constant", "dynamic"]
 GradientFormat = Literal["E4M3FN", "E5M2"]
 
 OPERAND = torch.float8_e4m3fn
-# Gradients in units of their own need little range, and E4M3 has half the rounding error.
+# Scaled gradients need little range, and E4M3 has half the rounding error.
 DEFAULT_GRADIENT: GradientFormat = "E4M3FN"
 GRADIENTS = {"E4M3FN": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 

@@ -144,7 +144,7 @@ class WatchedCall:
         scope = frame.f_locals
         if caller is None or caller.again is not None:
             return
-        # Dynamo's own name for a whole module tells users nothing.
+        # Dynamo's own name for a whole module means nothing to users.
         word, _ = described(scope.get("fn"))
         word = "compiled" if word in _WHOLE_MODULE else word
         arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))

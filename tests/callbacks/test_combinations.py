@@ -180,7 +180,7 @@ def test_the_class_in_place_of_an_instance(kind: Any, others: Any, package: str)
 
 
 def test_hooks_of_a_class_are_called_with_an_instance() -> None:
-    """As a subclass calls those of its base."""
+    """A subclass calls the hooks of its base this way."""
     seen = []
 
     class Own(UnitScaleCallback):

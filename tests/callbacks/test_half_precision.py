@@ -146,7 +146,7 @@ def test_parameters_in_other_loops(dtype: torch.dtype, caplog: pytest.LogCapture
     [(1e-8, torch.float16, 1), (1e-4, torch.float16, 0), (1e-8, torch.float32, 0)],
 )
 def test_an_eps_in_other_loops(eps: float, dtype: torch.dtype, count: int, given: bool) -> None:
-    """Of two optimizers that step in turn, and of one whose parameters are another model's."""
+    """Two optimizers step in turn, and a third has the parameters of another model."""
     model, other = Net().to(dtype), Net().half()
     halves = [list(model.up.parameters()), list(model.down.parameters())]
     optimizers = [
@@ -234,7 +234,7 @@ def test_a_bias_that_fp16_would_not_hold_in_units() -> None:
 
 @pytest.mark.parametrize("how", ["mm", "addmm", "bmm", "baddbmm"])
 def test_sums_that_fit_as_they_are_fit_in_units(how: str) -> None:
-    """In units many aligned terms add up to more than FP16 holds."""
+    """When scaled, many aligned terms add up to more than FP16's maximum."""
 
     class Aligned(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Who shares memory with whom, and who writes into it, is what torch itself does."""
+"""Shared memory, and writes into it, are found as torch itself has them."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_a_backward_pass_after_the_module_is_gone() -> None:
 
 
 def test_a_graph_of_a_session_that_has_ended_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another module keeps kernels overridden, and the graph has run before."""
+    """Another module may keep kernels overridden, and the graph may have run before."""
     module, x = Net(), torch.randn(4, 16)
     expected = run(module, x)["parameters"]
     module.zero_grad()

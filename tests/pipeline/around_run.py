@@ -110,7 +110,7 @@ class Step(pl.LightningModule):
 
 
 class OwnLoss(Step):
-    """Its model computes the loss."""
+    """A step whose model computes the loss."""
 
     returns = "output"
 
@@ -126,7 +126,7 @@ class LossAndLogits(OwnLoss):
 
 
 class Tokens(Step):
-    """Its model returns logits."""
+    """A step whose model returns logits."""
 
     def loss_of(self, batch: Any) -> tuple[Tensor, Tensor]:
         logits = self.net(batch["tokens"])

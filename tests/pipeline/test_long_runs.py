@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_many_steps(runs: Runs) -> None:
-    """With accumulation, clipping, a schedule of the learning rate and tied weights."""
+    """Runs with accumulation, clipping, a learning-rate schedule and tied weights."""
     expected, found = runs.found("one", "many"), runs.found("two", "many")
     assert found["step"] == expected["step"] == 40
     assert len(found["losses"]) == 80

@@ -139,7 +139,7 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("case", sorted(VALIDATED))
 def test_validation_runs_through_the_stages_where_no_pass_changes_it(case: str, runs: Runs) -> None:
-    """Of rules it runs whole, with all weights; otherwise each rank keeps to its own."""
+    """With rules it runs whole, with all weights. Otherwise each rank uses only its own weights."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, case, rank)
         ((present, number),) = found["validated with"]
@@ -244,7 +244,7 @@ def test_one_report(case: str, runs: Runs) -> None:
 
 
 def test_the_gradient_of_a_tied_weight_is_that_of_all_stages(runs: Runs) -> None:
-    """In the first step it is exact: the sum over the stages, microbatch by microbatch."""
+    """In the first step it is exactly the sum over the stages, microbatch by microbatch."""
     first = runs.found(NUM_RANKS, "matmuls")["snapshots"][0]
     owned = [runs.found(NUM_RANKS, "matmuls", rank)["gradients"][0] for rank in range(NUM_RANKS)]
     assert all("byte_embedding.weight" in one for one in owned), "both ranks have it"
@@ -300,7 +300,7 @@ def _shape(state: Any) -> Any:
 
 
 def test_what_does_not_go_with_stages_is_refused(runs: Runs) -> None:
-    """With the reason, on all ranks, before anything has run; the module is left as it was."""
+    """All ranks raise the reason before anything runs, and the module is unchanged."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, "refused", rank)
         for name in REFUSED:
