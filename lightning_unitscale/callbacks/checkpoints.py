@@ -46,7 +46,7 @@ def keep_marking(module: Any, method: str) -> None:
     """Make a module mark checkpoints that are saved after the run of its rules."""
     # The module's own hook does that, because weights alone call no hooks of callbacks.
     if PLAN_ATTRIBUTE in vars(module):
-        # No bound method: an unpickled one would look up the attribute that replaces it here.
+        # Not a bound method: an unpickled one would look up the attribute that replaces it here.
         plain = partial(type(module).on_save_checkpoint, module)
         save = vars(module).get("on_save_checkpoint", plain)
         if isinstance(save, partial) and save.func is _save_marked:

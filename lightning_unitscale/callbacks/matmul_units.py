@@ -28,7 +28,7 @@ from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.units import Units
 
-# The steps at which "auto" measures first: the scales of a fresh model move most.
+# The first steps at which "auto" measures: the scales of a new model change the most.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
 
@@ -200,7 +200,7 @@ class MatmulUnits(LoopCallback):
                 self._end_look()
             self._agreement.begin()
         if self.is_calibrated or loop.has_stepped:
-            # After the measurement it is known which matmuls are left unscaled.
+            # After the measurement we know which matmuls run unscaled.
             self.counted.take(session, *self._step, is_training=True, when=self._when)
         _warn_of_flushed(session, self._step[0], self._when)
 
