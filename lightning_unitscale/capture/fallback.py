@@ -70,7 +70,8 @@ class Fallback:
         self.awaits_rules = False  # rules will scale the step but have changed nothing yet
         # Number of hooks that were registered at the last check.
         self._num_hooks = -1
-        # Whether the last call gave lazy modules their shapes, uncaptured. True before the first.
+        # True if the last call gave lazy modules their shapes, uncaptured, and before the first
+        # call.
         self.awaits_shapes = True
         # The last call, until its backward pass has shown that it can be captured.
         self._pending: Trial | None = None

@@ -54,11 +54,11 @@ class EvaluatingStrategy(GridStrategy):
     num_eval_microbatches: int = 1
     _is_training = False
     _owners: Owners | None = None
-    # Whether this rank has the current weights of all owners.
+    # True if this rank has the current weights of all owners.
     _has_weights = True
     # By the name of the step. ``None`` if the step cannot run as a pipeline.
     _evaluations: dict[str, PipelinedEvaluation | None]
-    # Whether validation hooks read weights. ``None`` before the first validation.
+    # True if validation hooks read weights. ``None`` before the first validation.
     _hooks_read: bool | None = None
     _watch: Watch | None = None
 
