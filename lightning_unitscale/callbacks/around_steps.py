@@ -58,7 +58,7 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
 def falling_back_in_backward(
     steps: ModuleSteps, module: pl.LightningModule
 ) -> AbstractContextManager[None]:
-    """Let the first backward pass fail within this context. The step then runs uncaptured."""
+    """Let the first backward pass fail within this context. The step then runs as it is."""
     step, run = steps.steps.get(_STEP), module.backward
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:

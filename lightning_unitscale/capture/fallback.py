@@ -162,7 +162,7 @@ class Fallback:
         """Undo a call that has failed, and return the exception to raise."""
         inner = original_error(error)
         is_ours = isinstance(inner, Refusal) or inner is self._step.error_of_pass
-        # Without a plan the step would need even more memory.
+        # Without a plan there would be even less memory.
         if is_ours or isinstance(inner, torch.OutOfMemoryError) or not trial.undo():
             return error
         if isinstance(inner, CheckpointNotKept):

@@ -3,7 +3,7 @@
 The formulas come from the allocator's events of single operators (torch 2.13, AVX-512). oneDNN
 blocks channels by the width of the machine's vectors and tiles 16-bit matmuls by its own rules, so
 its copies may differ a little elsewhere. Where it has no 16-bit matmuls (AVX2), torch's own run,
-which allocate nothing. ``cuda_workspace.py`` has the formulas of a GPU.
+which allocate nothing. ``cuda_workspace.py`` has those of a GPU.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class InputGradients:
         def see(gradients: Sequence[Tensor | None]) -> None:
             gradient = gradients[index]
             if gradient is not None and torch.is_grad_enabled():
-                path.lose()  # the gradient may be read, and lead here again
+                path.lose()  # the gradient may be read, and lead here once more
             elif gradient is not None:
                 self.arrive(path.tensor, gradient)
 

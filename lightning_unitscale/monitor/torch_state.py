@@ -40,7 +40,7 @@ from lightning_unitscale.patching import shadowed
 
 plain_functions = torch._C.DisableTorchFunction
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
-# Operators that are called directly: those of aten, and the user's own.
+# An operator that is called by its own name: one of aten's, or of the user's.
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # Dynamo's wrapper of a compiled function calls it before and after, whatever happens in between.
 _AROUND_COMPILED = "set_skip_guard_eval_unsafe"
