@@ -14,7 +14,7 @@ GPU_ARGS ?=
 WHEELS ?=
 # Processes that run tests side by side; files are not divided, and those with slow tests come first.
 TEST_WORKERS ?= 2
-BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training operator_bits architectures architecture_steps rule_coverage rule_transform_cost best_rates lr_transfer low_precision_gradients low_precision_training fp8_roofline zero_at_first memory_prediction remat_pareto offload planning_time pipeline_bubble pipeline_balance pipeline_scale pipeline_sharding
+BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training operator_bits architectures architecture_steps rule_coverage rule_transform_cost best_rates lr_transfer low_precision_gradients low_precision_training fp8_roofline zero_at_first memory_prediction remat_pareto offload planning_time pipeline_bubble pipeline_balance pipeline_scale
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder

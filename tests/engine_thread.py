@@ -25,7 +25,7 @@ from lightning_unitscale.patching import nothing, shadowed
 
 # The engine's ``MAX_DEPTH``, and one.
 _DEPTH = 61
-# What is nested takes no memory, which some tests count.
+# A nested call allocates no memory, because some tests count it.
 _NUMBER = torch.zeros(())
 # Threads of the engine's pool, of which one waits when the others do not do so as yet.
 _NUM_THREADS = 6

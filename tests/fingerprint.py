@@ -30,7 +30,7 @@ from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 
-# What Dynamo, torch's modes and autograd are patched in.
+# Modules of Dynamo, torch's modes and autograd that are patched.
 _PATCHED = (
     VariableBuilder,
     NumpyVariable,
@@ -68,7 +68,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def of_torch() -> dict[str, Any]:
-    """What torch keeps for the whole process, or for this thread."""
+    """Return torch's state of the whole process and of this thread."""
     assert has_torchs_own_kernels()
     found: dict[str, Any] = {
         f"{getattr(owner, '__name__', owner)}.{name}": _identity(value)
@@ -192,14 +192,14 @@ def assert_restored(module: Any, before: dict[str, Any], trainer: Any = None) ->
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What is another one after than before, or only in one of the two."""
+    """Return the entries that differ between before and after, or are only in one of them."""
     missing = object()
     pairs = {name: (before.get(name, missing), after.get(name, missing)) for name in before | after}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _identity(value: Any) -> Any:
-    """What is the same for the same object; a bound method is another one whenever it is read."""
+    """Return an identity of an object. A bound method is a new object at each access."""
     if isinstance(value, MethodType):
         return id(value.__self__), id(value.__func__)
     if isinstance(value, (bool, int, float, str, type(None), FunctionType)):

@@ -1,4 +1,4 @@
-"""What every process that runs tests does first, so that they do not take longer than they must.
+"""Set up every process that runs tests, so that tests take no longer than necessary.
 
 Torch is imported after this file: garbage is collected rarely from the first import on.
 """

@@ -19,7 +19,7 @@ from benchmarks.model_zoo import ZOO
 from lightning_unitscale.transforms import prune_non_float_tensors, track_scales
 
 pytestmark = pytest.mark.slow
-# What third parties say while a model is traced.
+# Warnings of other packages while a model is traced.
 _EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy construct from a tensor")
 
 

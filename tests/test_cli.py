@@ -278,7 +278,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
 def test_classes_beside_the_configuration_are_found(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from a console script, whose own folder is first on the path, not the current one."""
+    """A console script puts its own folder first on the path, not the current one."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
     Path("my_callbacks.py").write_text(
         "import lightning.pytorch as pl\n"

@@ -216,7 +216,7 @@ def test_the_gradient_of_a_matmul_is_measured_though_a_view_of_it_is_written_int
 
 
 class _SelfNormalizing(nn.Module):
-    """In place, ELU and its kin compute their gradient from the result."""
+    """A module of in-place ELU and its relatives, which compute their gradient from the result."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ CODES = [
     *(FIRST, LAST, FOUND, BEFORE_BOTH, CALLBACKS),
     *(WITHOUT_TRANSFORMERS, WITHOUT_LIGHTNING, HUGGING_FACE),
 ]
-# What takes seconds, and does not know of Lightning's Trainer or of this package.
+# Packages that take seconds to import, and do not import Lightning's Trainer or this package.
 _FORKING = """
 import os, sys
 import torch._dynamo, torchmetrics
@@ -152,7 +152,7 @@ for file, code in zip(sys.argv[1::2], sys.argv[2::2]):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each code prints in a process of its own."""
+    """Return the output of each code, run in a separate process."""
     folder = tmp_path_factory.mktemp("printed")
     files = [folder / str(number) for number in range(len(CODES))]
     pairs = zip(map(str, files), CODES, strict=True)
@@ -173,7 +173,7 @@ def test_the_strategy_has_a_name_once_the_package_is_imported(
 def test_callbacks_load_neither_the_engine_of_pipelines_nor_lightning(
     printed: dict[str, str],
 ) -> None:
-    """Who trains in another loop, or with the other of the two packages, does not wait for it."""
+    """Users of another loop, or of the other package, do not wait for these imports."""
     lines = printed[CALLBACKS].splitlines()
     assert lines[0] == "False"
     assert not set(lines[-1].split()) & {"lightning", "pytorch_lightning", "lightning_fabric"}
@@ -207,7 +207,7 @@ def test_a_name_is_refused_where_it_is_used_without_lightning(printed: dict[str,
 
 @pytest.mark.slow
 def test_a_callback_for_hugging_face_imports_nothing_of_it(printed: dict[str, str]) -> None:
-    # What transformers imports may print before.
+    # Imports of transformers may print before.
     assert printed[HUGGING_FACE].split()[-3:] == ["False", "True", "None"]
 
 
@@ -220,7 +220,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_every_export_is_listed() -> None:
     assert {"ScaleMonitor", "UnitScaleCallback", "transforms"} <= set(dir(lightning_unitscale))
     assert set(lightning_unitscale.__all__) <= set(dir(lightning_unitscale))
-    # What is exported lazily is imported for type checkers too.
+    # Lazy exports are imported for type checkers too.
     exports = set(lightning_unitscale._EXPORTS)
     assert set(lightning_unitscale.__all__) == {*exports, "__version__"}
     tree = ast.parse(Path(lightning_unitscale.__file__).read_text())

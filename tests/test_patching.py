@@ -96,7 +96,7 @@ def test_a_class_and_a_python_module() -> None:
 
 
 class _Named:
-    """Its method says what has called it, the innermost first."""
+    """An object whose method returns its callers, innermost first."""
 
     def method(self) -> list[str]:
         return []
@@ -232,7 +232,7 @@ def test_threads_that_put_and_remove() -> None:
 
 
 def test_a_stand_in_that_has_no_caller() -> None:
-    """As within an accelerator's backward pass, whose thread has no Python frame below."""
+    """In an accelerator's backward pass, the thread has no calling Python frame."""
 
     class Copied(_Calling):
         def call(self) -> Any:

@@ -1,4 +1,4 @@
-"""What stands around the package: the Makefile, the audit of the pinned versions, the faults."""
+"""Files around the package: the Makefile, the audit of the pinned versions, the mutations."""
 
 import ast
 import re

@@ -205,7 +205,6 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
             "schedule": (None, *WORDS),
             "num_microbatches": (None, *COUNTS),
             "data_parallel": (None, *COUNTS),
-            "shard_optimizer": FLAGS,
             "stages_per_rank": (None, *COUNTS),
             "split": (None, 3, "layers", [1], *ODD[:3], ODD[4]),
             "capture": (None, *WORDS),

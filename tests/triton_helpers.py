@@ -48,7 +48,7 @@ def run_interpreted(name: str, *options: str, has_loops: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Build:
-    """What became of a kernel.
+    """The compiled form of a kernel.
 
     Attributes:
         ptx: The code that the assembler was given.

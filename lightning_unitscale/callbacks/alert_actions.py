@@ -118,7 +118,7 @@ class ScaleAlerts:
         else:
             self._thresholds = parse_thresholds(thresholds)
         limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
-        # The formats to count.
+        # The formats to count
         self.formats = tuple(dict.fromkeys((*formats, *limited)))
         # At most 10,000, newest last.
         self.alerts: list[ScaleAlert] = []
@@ -147,7 +147,7 @@ class ScaleAlerts:
             return
         bad = self._loss_watch.see(step, loss)
         if _NONFINITE in self._told:
-            return  # where it comes from is known
+            return  # its origin is known
         if bad is not None:
             text = "is NaN or infinite; the step was not sampled, so the next one is"
             self.bad_losses = [ScaleAlert("loss", bad, "loss", "", "forward", text)]

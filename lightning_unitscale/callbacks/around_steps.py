@@ -38,10 +38,10 @@ _PREFIXES = ("log", "add_")
 
 
 def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) -> None:
-    """Run ``training_step`` as it is if gradients of its gradients are taken outside of it."""
-    # The step also runs as it is if such gradients inside of it might be found too late. A step
-    # that updates weights itself cannot be undone. A step that measures units runs in an
-    # interpreter first, which adds gradients in another order.
+    """Run ``training_step`` uncaptured if code outside it takes gradients of gradients."""
+    # The step also runs uncaptured if such gradients inside it might be found too late. A step that
+    # updates weights itself cannot be undone. A step that measures units runs in an interpreter
+    # first, which adds gradients in another order.
     step = steps.steps.get(_STEP)
     if step is None or steps.executor == "eager" or steps.changes_function:
         return
@@ -66,11 +66,11 @@ def falling_back_in_backward(
             run(loss, *args, **kwargs)
 
         if step is None or not module.automatic_optimization:
-            backpropagate(loss)  # within the step, which is undone as a whole
+            backpropagate(loss)  # it is inside the step, which is undone as a whole
             return
         hook = module._current_fx_name
         step.fallback.through_backward(backpropagate, loss)
-        module._current_fx_name = hook  # an attribute, so it is restored with the others
+        module._current_fx_name = hook  # an attribute is restored with the others
 
     return shadowed(module, backward=Replacement(run, backward))
 

@@ -28,7 +28,7 @@ from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.units import Units
 
-# The steps at which "auto" measures first: the scales of a fresh model move most.
+# The first steps at which "auto" measures: the scales of a new model change the most.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
 
@@ -200,7 +200,7 @@ class MatmulUnits(LoopCallback):
                 self._end_look()
             self._agreement.begin()
         if self.is_calibrated or loop.has_stepped:
-            # After the measurement it is known which matmuls are left unscaled.
+            # After the measurement we know which matmuls run unscaled.
             self.counted.take(session, *self._step, is_training=True, when=self._when)
         _warn_of_flushed(session, self._step[0], self._when)
 
@@ -233,7 +233,7 @@ class MatmulUnits(LoopCallback):
             return {}
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
-        state: dict[str, Any] = {"gauge": gauge, "depth": "products", "plain": plain}
+        state: dict[str, Any] = {"gauge": gauge, "plain": plain}
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
         if self._simulation is not None and self._simulation.is_stochastic:
@@ -248,9 +248,7 @@ class MatmulUnits(LoopCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` without measuring again."""
-        # A gauge of depth="all" has other tensor names. Its units are measured again, which changes
-        # no result.
-        if state_dict.get("depth") != "products":
+        if "gauge" not in state_dict:
             return
         self._units.step = state_dict.get("rounding_step", 0)
         gauge, lacking = Gauge.from_state(state_dict["gauge"]), state_dict.get("lacking", {})

@@ -241,9 +241,9 @@ class RematCallback(StepsCallback):
             return
         step = steps.steps["training_step"]
         if any(graph.executor == "eager" for graph in step.graphs):
-            return  # Unit scaling has measured this step while it ran. The next one is planned.
+            return  # Unit scaling measured this step while it ran, so the next one is planned.
         if step.fallback.awaits_shapes:
-            return  # It gave lazy modules their shapes. The next one is planned.
+            return  # This step gave lazy modules their shapes, so the next one is planned.
         self._has_warned = True
         reasons = joined_reasons(step.graph_breaks) or NO_REASON
         if step.refused is not None:

@@ -1,7 +1,7 @@
 """Choose and measure the training steps of ``ScaleMonitor``: watch them run, or probe their graphs.
 
 If another callback or the strategy runs captured graphs, a pass adds probes to them, so the
-rewritten graph is shown. Otherwise the step runs as it is written.
+rewritten graph is shown. Otherwise the step runs as you wrote it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _ignored() -> frozenset[CodeType]:
 
 
 class WatchedSteps(StepWatcher):
-    """Training steps that run as they are written. Sampled ones are watched."""
+    """Training steps that run as the user wrote them. Sampled ones are watched."""
 
     def __init__(self, loop: Loop, layout: RowLayout, patterns: NamePatterns) -> None:
         super().__init__(layout, patterns.match_names, _ignored())

@@ -1,4 +1,4 @@
-"""Note on an out-of-memory error what takes the memory of the step, and a budget that would fit."""
+"""Add a note to out-of-memory errors: the largest tensors of the step, and a budget that fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARE = 0.9
 def note_memory(
     error: BaseException, trainer: pl.Trainer, module: pl.LightningModule, arguments: Any
 ) -> None:
-    """Add a note to an out-of-memory error of a training step; change nothing else."""
+    """Add a note to an out-of-memory error of a training step, and change nothing else."""
     # The step is profiled on fake tensors, which take no memory.
     try:
         note = _note(str(error), trainer, module, arguments)

@@ -2,9 +2,9 @@
 
 A plugin has no hooks around batches, checkpoints and errors. So it puts a callback into the list of
 the Trainer or of Fabric, where a user's own would be, before a run calls the first of them. The
-plugins of Lightning's four packages have the same names and different methods. Which package runs
-the plugin is known when a module arrives, and the plugin's class is derived from that package's
-plugin of the same precision then.
+plugins of Lightning's four packages have the same names and different methods. The package that
+runs the plugin is known when a module arrives. The plugin's class is then derived from that
+package's plugin of the same precision.
 
 Names of Lightning that are not documented, checked on 2.6: ``Strategy.connect``, ``Fabric.setup``
 and ``Fabric._callbacks``.
@@ -36,7 +36,7 @@ from lightning_unitscale.callbacks.unit_scale import UnitScaleCallback
 from lightning_unitscale.patching import base_when_imported, when_imported
 
 _ROOTS = (*TRAINER_PACKAGES, "lightning.fabric", "lightning_fabric")
-# The methods by which a module first meets the code that runs it.
+# The methods that first pass a module to the code that runs it.
 _ENTRIES = [
     *((root, "strategies.strategy", "Strategy", "connect") for root in TRAINER_PACKAGES),
     *((root, "fabric", "Fabric", "setup") for root in _ROOTS[2:]),
@@ -88,7 +88,7 @@ class UnitScaledPrecision(Precision):
         >>> trainer = Trainer(plugins=[UnitScaledPrecision("fp8", base="bf16-mixed")])
     """
 
-    # The class of which this one is made for a package, and the plugin of Lightning in it.
+    # The class that this one was derived from for a package, and its plugin of Lightning.
     _root: type | None = None
     _base_type: Any = Precision
 
@@ -138,7 +138,7 @@ class UnitScaledPrecision(Precision):
         return converted
 
     def __reduce__(self) -> Any:
-        """Return how another process makes it, since its class is made here."""
+        """Return how another process makes the plugin, since its class is created here."""
         return _restored, (self._root or type(self), self._base_type, vars(self).copy())
 
     def join(self, root: str, device: torch.device, callbacks: list[Any]) -> None:

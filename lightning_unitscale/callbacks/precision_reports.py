@@ -21,7 +21,7 @@ from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 from lightning_unitscale.precision.meter import Meter, refuse_steps
 from lightning_unitscale.precision.report import PrecisionReport
 
-# What a callback measures by itself costs less than a report on request.
+# A report that a callback makes by itself costs less than one on request.
 _SAMPLED = Effort(directions=8, pairs=1)
 _FORMAT = "E4M3FN"
 
@@ -44,7 +44,7 @@ class PrecisionReports:
     def begin_batch(
         self, loop: Loop, attached: AttachedSession | None, batch: Any, batch_idx: int
     ) -> None:
-        """Take the batch of a step that is about to begin, and measure it if it is its turn."""
+        """Take the batch of a step that is about to begin, and measure it if a report is due."""
         self.leave()
         if attached is None or not isinstance(loop, LightningLoop):
             return
@@ -86,7 +86,7 @@ class PrecisionReports:
         assert self._options is not None
         self._chosen_at = step
         chosen = report.smallest_exemption(self._options.max_damage)
-        # On all ranks, what any of them leaves out.
+        # All ranks leave out the union of their exemptions.
         (joint,) = joint_reasons({f"{name}|{what}": MEASURED for name, what in chosen})
         self.exempt([tuple(each.rsplit("|", 1)) for each in sorted(joint)])
         names = first_of([f"{name} ({what})" for name, what in self._chosen or ()])
@@ -104,7 +104,7 @@ class PrecisionReports:
         return {} if self._chosen is None else {"exempt": [list(each) for each in self._chosen]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Leave out what the checkpoint's run left out."""
+        """Leave out the computations that the checkpoint's run left out."""
         if self.is_measured and "exempt" in state:
             self.exempt(state["exempt"])
 

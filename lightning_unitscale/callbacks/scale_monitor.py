@@ -253,7 +253,7 @@ class ScaleMonitor(StepsCallback):
     def start(self, loop: Loop, steps: ProbedSteps | None = None) -> None:
         self.leave()
         self._loop = loop
-        # What another callback simulates is counted as well.
+        # Formats that another callback simulates are counted as well.
         simulated = (getattr(callback, "simulate", None) for callback in loop.callbacks)
         used = [item for each in simulated if isinstance(each, Simulate) for item in each.blocks]
         blocks = tuple(dict.fromkeys((*self._layout.block_formats, *used)))
@@ -274,7 +274,7 @@ class ScaleMonitor(StepsCallback):
         if not is_continued:
             steps.clear()
             self._num_batches = 0
-        # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
+        # Accumulated batches are one sample, so an unplanned sample never begins in the middle.
         is_wanted = self._sampling.wants(step, self._start, is_last=loop.is_last_step)
         if self._alerts.bad_losses and self._sent is None:
             is_wanted |= self._sampling.covers(step)
@@ -345,7 +345,7 @@ class ScaleMonitor(StepsCallback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Callbacks that monitor scales do so here, and no step waits.
+        # Callbacks that monitor scales read them here, and no step waits.
         self._judge_sent()
 
     @override
@@ -376,6 +376,6 @@ class ScaleMonitor(StepsCallback):
         try:
             self._alerts.act(loop, alerts)
         except BaseException:
-            # The run that ends here can be read.
+            # The finished run can be read now.
             self._writers.finish(loop, self._newest, self._alerts.of_fit)
             raise

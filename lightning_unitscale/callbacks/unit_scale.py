@@ -284,7 +284,7 @@ class UnitScaleCallback(StepsCallback):
         warn_of_zero_eps([optimizer])
 
     def _take(self, loop: Loop) -> bool:
-        """Note the measured module, and return whether it was another one before."""
+        """Record the measured module, and return whether it has changed."""
         is_other = self._module is not None and self._module() is not loop.module
         self._loop, self._module = loop, weakref.ref(loop.module)
         return is_other

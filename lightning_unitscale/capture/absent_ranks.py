@@ -72,7 +72,7 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
     try:
         with (
             _streams_of(torch.device(device)),
-            # Distributed tensors draw random numbers without a state that ranks share.
+            # Distributed tensors draw random numbers without a state shared by the ranks.
             shadowed(_random, _rng_tracker=None),
             shadowed(_dispatch, is_rng_supported_mesh=lambda mesh: False),
         ):
@@ -83,7 +83,7 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
 
 @contextlib.contextmanager
 def _streams_of(device: torch.device) -> Iterator[None]:
-    """Give FSDP the CPU's streams in place of the device's."""
+    """Give FSDP the CPU's streams instead of the device's."""
     if device.type == "cpu":
         yield
         return
@@ -104,7 +104,7 @@ def _streams_of(device: torch.device) -> Iterator[None]:
 
 
 class _NewOnDevice(TorchFunctionMode):
-    """Mode that makes the empty tensors fake that FSDP creates on the device while it shards."""
+    """Mode that makes the empty tensors fake that FSDP creates on the device while sharding."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def watching_shards(
     resizing: Callable[[Any, int], None],
     unseen: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Let a recorder see resized storages, and no propagation of shardings."""
+    """Show a recorder the resized storages, and hide the propagation of shardings."""
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -152,7 +152,7 @@ def watching_shards(
 
 
 def _distributed_classes() -> tuple[type, ...]:
-    # Only a program with such tensors has imported their classes. The import is slow.
+    # Only a program with such tensors has imported their classes, and the import is slow.
     return _imported_classes() if "torch.distributed.tensor" in sys.modules else ()
 
 
@@ -165,7 +165,7 @@ def _imported_classes() -> tuple[type, ...]:
 
 
 def is_distributed(kinds: Any) -> bool:
-    """Check for the class of a shard, or of a pending collective's result, among the classes."""
+    """Check whether one of the classes is that of a shard or of a pending collective's result."""
     return any(issubclass(kind, _distributed_classes()) for kind in kinds)
 
 
@@ -178,12 +178,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Check for a subclass whose numbers are other tensors, such as a quantized weight."""
+    """Check whether a tensor's numbers are in other tensors, as in a quantized weight."""
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _distributed_classes())
 
 
 def wrapped_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold the numbers of a tensor, which is only itself if it is plain."""
+    """Return the tensors that hold the numbers of a tensor: for a plain tensor, itself."""
     if not is_wrapper(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     # Plans are made under a fake tensor mode, which forbids access to a real tensor.
     with contextlib.nullcontext() if is_fake else unset_fake_temporarily():
         if tensor.layout is torch.sparse_coo:
-            # The public names are for coalesced tensors, which have other memory.
+            # The public names work on coalesced tensors, which have other memory.
             return tensor._indices(), tensor._values()
         if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
             return tensor.crow_indices(), tensor.col_indices(), tensor.values()
@@ -243,7 +243,7 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
     mode = SimulatedDevice(device)
     with mode:
         for param in module.parameters():
-            if not is_several_tensors(param):  # of a layer that is not sharded
+            if not is_several_tensors(param):  # a tensor of a layer that is not sharded
                 fake = torch.empty(param.shape, dtype=param.dtype, device=device)
                 whole = nn.Parameter(fake, requires_grad=param.requires_grad)
                 torch.utils.swap_tensors(param, whole)

@@ -55,7 +55,7 @@ class Effects:
     """Effects of an operation on the memory of its arguments, which are given by their paths."""
 
     writes: tuple[Path, ...] = ()
-    views: tuple[Path, ...] = ()  # arguments whose memory the result is a view of
+    views: tuple[Path, ...] = ()  # arguments that the result is a view of
     same: Path | None = None  # argument that is returned as the same tensor, not even as a view
     is_random: bool = False  # draws from torch's generators
 
@@ -69,12 +69,12 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Check whether the node draws random numbers, as far as it runs by itself without data."""
+    """Check whether the node draws random numbers, if it can run by itself without data."""
     return _effects(node).is_random
 
 
 def same_tensor(node: fx.Node) -> fx.Node | None:
-    """Return the argument that the operation returns unchanged, not even as a view: ``x.float()``.
+    """Return the argument that the operation returns as the same tensor, such as ``x.float()``.
 
     With a probe between the two, autograd would add up the gradient of that one tensor in another
     order, which changes its last bits.
@@ -277,7 +277,7 @@ def _find(node: fx.Node) -> Effects:
         if not isinstance(mode, contextlib.nullcontext):
             return _seen_by_running(node, paths, mode)
     except Exception:
-        # It does not run by itself.
+        # The operation cannot run by itself.
         pass
     return _seen_in_examples(node, paths, ())
 
@@ -301,7 +301,7 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
         tuple(
             path
             for path, value in values.items()
-            # ``set_``, by which Dynamo has ``.data = ...``, gives it other memory.
+            # ``set_``, into which Dynamo turns ``.data = ...``, gives it other memory.
             if _is_written(value, writes) or _memory(value) != before[path]
         ),
         tuple(_sharing(result, values.items())),

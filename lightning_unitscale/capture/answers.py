@@ -1,16 +1,16 @@
 """Control Dynamo's answer to traced code that asks whether it is being compiled.
 
-Some code asks, and then computes the same in another way: by a parallel scan instead of a loop, by
-an explicit mask instead of a flag, or without a check. A captured step must compute what the
-uncaptured step does. So only torch and this package get the true answer. Other code gets no.
+Some code asks, and then computes the same result in another way: by a parallel scan instead of a
+loop, by an explicit mask instead of a flag, or without a check. A captured step must compute what
+the uncaptured step does. So only torch and this package get the true answer. Other code gets no.
 
-The answer no must never cost a graph. Then transformers, for example, keeps its state in a
-``ContextVar``, which Dynamo cannot trace. So once no was answered, a graph break is an error,
-before any of the function has run. If the trace breaks or fails, the last asker gets yes and the
-function is traced again. The yes stays if the trace gets further than before. Otherwise it is taken
-back. A function that still breaks is captured with its break. Answers are remembered by asker.
+The answer no must never break a graph. Then transformers, for example, keeps its state in a
+``ContextVar``, which Dynamo cannot trace. So after a no, a graph break is an error, before any of
+the function has run. If the trace breaks or fails, the last asker gets yes, and the function is
+traced again. The yes is kept if the trace gets further than before. Otherwise it is revoked. A
+function that still breaks is captured with its break. Answers are remembered by asker.
 
-Torch 2.11 treats everything that it traces as exported. From 2.12 on, and here, only an export is.
+Torch 2.11 treats all traced code as exported. From 2.12 on, and here, only exported code is.
 
 Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
 for each function to capture, and the ``_box`` of what it calls; ``_get_error_on_graph_break``;
@@ -39,7 +39,7 @@ from lightning_unitscale.capture.breaks import frames_of
 from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.patching import shadowed, shadowed_here
 
-# The names of the question. torch's old ones are functions that ask it by the first.
+# The functions that answer the question. torch's old ones call the first.
 _QUESTION = "is_compiling"
 _IS_COMPILING = frozenset({_QUESTION, "is_dynamo_compiling"})
 # torch's code (its checkpointing) and ours need the true answer.
@@ -59,9 +59,9 @@ class _Told(threading.local):
     """Answers given so far. Threads wait for each other in Dynamo, not around it."""
 
     def __init__(self) -> None:
-        self.no: list[_Asker] = []  # since the capture of the current function began
+        self.no: list[_Asker] = []  # given since the capture of the current function began
         self.yes: set[_Asker] = set()
-        # Left with that function. Without one, graphs break as usual.
+        # This context is left with that function. Without it, graphs break as usual.
         self.strictness: contextlib.ExitStack | None = None
         self.insists = False  # on one graph for the current function
 
@@ -125,11 +125,11 @@ def _tell_until_traced(trace: Callable[[], _Traced]) -> _Traced:
         _TOLD.no.clear()
         try:
             with contextlib.ExitStack() as strictness, shadowed(_TOLD, strictness=strictness):
-                if is_strict:  # even if no asker is left that gets no
+                if is_strict:  # even if no remaining asker gets no
                     insist_on_one_graph()
                 return trace()
         except SpeculationLogDivergence:
-            # Dynamo restarted the function, and it was strict from another line on.
+            # Dynamo restarted the function, and breaks became errors at another line.
             if is_strict:
                 raise
             is_strict = True
@@ -154,7 +154,7 @@ def _is_further(place: _Place, before: _Place) -> bool:
     for (file, line), (file_before, line_before) in zip(place, before, strict=False):
         if (file, line) != (file_before, line_before):
             return file == file_before and line > line_before
-    # Within the same call, a trace is further if it ends outside of the code that failed before.
+    # Within the same call, a trace got further if it ends outside the code that failed before.
     return len(place) < len(before)
 
 
@@ -171,7 +171,7 @@ class _Answers(dict[Any, Any]):
         if asker in _TOLD.yes or asker[0][0].startswith(_KNOWING):
             return answer
         _TOLD.no.append(asker)
-        # Strict from here on: nothing of the function has run when a break is raised.
+        # From here on breaks are errors: nothing of the function has run when one is raised.
         insist_on_one_graph()
         return False
 

@@ -10,13 +10,13 @@ Under autocast AOTAutograd traces the backward pass with autocast on. A ``backwa
 autocast, such as a Trainer's, runs without it.
 
 ``_trilinear``, the kernel of ``nn.Bilinear``, calls ``bmm``. An uncaptured step runs it within
-autocast, so in BF16. A captured graph has the kernel as one operation and runs it outside of
-autocast. So our own operator runs it within.
+autocast, so in BF16. In a captured graph the kernel is one operation that runs outside of autocast,
+so we replace it by an operator that runs within.
 
 Two bugs of torch in recurrent layers are fixed here. Its decomposition of stacked layers never
-applies dropout between them: it compares their number with a layer's index the wrong way around.
-And oneDNN's LSTM returns the workspace that its backward kernel reads only in grad mode, which is
-off while a graph runs (pytorch issue 158007).
+applies dropout between them: its comparison of their number with a layer's index is reversed. And
+oneDNN's LSTM returns the workspace that its backward kernel reads only in grad mode, which is off
+while a graph runs (pytorch issue 158007).
 
 AOTAutograd calls its graph with the inputs unchanged. If the class of an input overrides operations
 in Python (``__torch_function__``), the checks of the first call raise an error. So such inputs are
@@ -114,7 +114,7 @@ def plain_kernels() -> Iterator[None]:
                 stack.enter_context(_with_python_kernel(packet.default, key, drop))
                 stack.enter_context(_with_python_kernel(in_place.default, key, drop_in_place))
         for packet, backward in _RESIZED.items():
-            # torch's own in C++ would fix the sizes of a graph in which these are symbols.
+            # torch's own C++ function would fix the sizes of a graph that has symbolic sizes.
             resize = functools.partial(_resized, packet.default)
             for key in _COMPOSITE:
                 stack.enter_context(_with_python_kernel(packet.vec, key, resize))
@@ -231,7 +231,7 @@ def keep_workspaces(graph: fx.Graph) -> None:
 
 @functools.cache
 def _lstm_with_workspace() -> Any:
-    """Return the operator. It is made when it is first needed, since that is slow."""
+    """Return the operator. It is created on first use, since that is slow."""
     schema = str(_LSTM._schema).partition("(")[2]
 
     @torch.library.custom_op(
@@ -246,7 +246,7 @@ def _lstm_with_workspace() -> Any:
 
 
 class Writes(TorchDispatchMode):
-    """Mode that notes random draws and the storages that operators write into, by their schemas."""
+    """Mode that records random draws, and storages that operators write into by schema."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any, **options: Any) ->
 
 @functools.cache
 def _operator() -> Any:
-    """Return the operator. It is made when it is first needed, since that is slow."""
+    """Return the operator. It is created on first use, since that is slow."""
 
     @torch.library.custom_op("lightning_unitscale::trilinear_within_autocast", mutates_args=())
     def run(
@@ -336,7 +336,7 @@ def on_plain_tensors(run: Callable[..., Any], examples: Sequence[Any]) -> Callab
     def run_on_plain(*inputs: Any) -> Any:
         plain = list(inputs)
         for index in positions:
-            # It has the same memory, and its gradient reaches the original tensor.
+            # The new tensor has the same memory, and its gradient reaches the original one.
             plain[index] = plain[index].as_subclass(Tensor)
         return run(*plain)
 

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.patching import nothing, shadowed
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
-# Includes those of other environments, which a path file or PYTHONPATH may add.
+# This includes packages of other environments that a path file or PYTHONPATH adds.
 _INSTALLED_ANYWHERE = tuple(
     f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")
 )
@@ -48,7 +48,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _GUARD = re.compile(r"\d+/(\d+)\S*: ([^#\n]*)")
 _MAX_REASON = 160
 _MAX_REASONS = 3
-# One prints errors that are also raised, the other graph breaks that are also reported.
+# One prints errors that are also raised. The other prints graph breaks that are also reported.
 _PRINTERS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
 
 
@@ -56,7 +56,7 @@ class Reason(str):
     """One line about code that Dynamo does not capture, and where it is."""
 
     why: str
-    lines: Sequence[Any]  # the lines that it was about to trace, outermost first
+    lines: Sequence[Any]  # lines that Dynamo was about to trace, outermost first
 
     @classmethod
     def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:
@@ -104,7 +104,7 @@ def is_of_dynamo(error: BaseException) -> bool:
 def reason_of(error: BaseException) -> Reason:
     """Return an error of Dynamo's as one line."""
     if isinstance(error, exc.FailOnRecompileLimitHit):
-        error = error.__context__ or error  # more specific
+        error = error.__context__ or error  # the context is more specific
     return Reason.of(str(error), frames_of(error))
 
 
@@ -177,7 +177,7 @@ def is_watched() -> bool:
     return count > 0
 
 
-# The result for each class.
+# The cached result for each class.
 _is_followed: dict[type, bool] = {}
 
 
@@ -196,7 +196,7 @@ def not_followed(inputs: Any) -> str | None:
 
 
 def _takes_part(kind: type) -> bool:
-    # Parameters, and classes that switch it off, have a function written in C there.
+    # For parameters, and for classes that switch it off, this is a function written in C.
     function = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
     return function not in {None, getattr(Tensor.__torch_function__, "__func__", None)}
 

@@ -62,7 +62,7 @@ def own_copy(module: nn.Module) -> nn.Module:
         for hook in (parameter._backward_hooks or {}).values():
             if getattr(hook, "__torch_unserializable__", False):
                 continue  # the owner of the hook puts one on the copy
-            # It may be a method of an object in the module.
+            # The hook may be a method of an object in the module.
             owner = memo.get(id(getattr(hook, "__self__", None)))
             copied = hook if owner is None else MethodType(hook.__func__, owner)
             memo[id(parameter)].register_hook(copied)
@@ -150,7 +150,7 @@ def _trace_as_if_plain(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> fx.GraphModule:
-    """Trace a call, and if that fails trace it again after a call."""
+    """Trace a call. If that fails, run the call and trace it again."""
     with _as_if_plain():
         try:
             return trace_one_graph(trace)
@@ -179,7 +179,7 @@ def _as_if_plain() -> Iterator[None]:
 
     not_exporting = shadowed(functional_export, **{_STATE: compiling})
     with not_exporting, plain_libraries(), warnings.catch_warnings():
-        # transformers' collector of hidden states, which is set and reset in every call.
+        # This is transformers' collector of hidden states, which is set and reset in every call.
         collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
         warnings.filterwarnings("ignore", collector)
         yield

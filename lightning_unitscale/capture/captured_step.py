@@ -103,7 +103,7 @@ class CapturedStep(StepState):
         super().__init__(owner, name, function)
         self.__name__ = name
         self.__doc__ = function.__doc__
-        # Called with the step and the arguments of a call, or with those of a rehearsal.
+        # Called with the step and the arguments of a call or of a rehearsal.
         self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
         self.progress = messages.CaptureProgress(self.title, lambda line: owner.say(line))
@@ -125,7 +125,7 @@ class CapturedStep(StepState):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and then make the postponed calls."""
         if not self.owner.is_attached:
-            # Detached, but another wrapper still calls it.
+            # It is detached, but another wrapper still calls it.
             return self.__wrapped__(*args, **kwargs)
         if is_exporting():
             return self._run_within("eager", args, kwargs)
@@ -133,7 +133,7 @@ class CapturedStep(StepState):
             self.before_call(self, args, kwargs)
         # An interpreter needs the graph as captured, which only the eager executor keeps.
         executor = self.owner.executor if self.interpreter is None else "eager"
-        # Within another captured step there is no call of ours.
+        # Within another captured step, our own call does not exist.
         passes = () if is_compiling() else tuple(self.owner.passes)
         with self.owner.standing_in():
             for graph_pass in passes:
@@ -238,7 +238,7 @@ class CapturedStep(StepState):
             self.forget()
         self.forget_before_limit()
         num_graphs, num_breaks = len(self.graphs), num_graph_breaks()
-        # Under rules the uncaptured step would be another model.
+        # Under rules, the uncaptured step would be another model.
         passes_over = not self.owner.changes_function
         try:
             with (
@@ -269,7 +269,7 @@ class CapturedStep(StepState):
                 raise
             raise inner from None
         if not self.num_graph_calls and is_watched():
-            # Under such a mode Dynamo skips a step, and forever unless it is reset.
+            # Under such a mode Dynamo skips a step, permanently unless Dynamo is reset.
             capture.forget(self.captured)
         breaks = self.note_breaks_since(num_breaks)
         if result is not None or self.postponed.calls:
@@ -298,7 +298,7 @@ class CapturedStep(StepState):
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run below ``torch.func.grad``, ``vmap``, ... uncaptured, as Dynamo would from then on."""
+        """Run uncaptured inside ``torch.func``'s transforms, as Dynamo would from then on."""
         self.fallback.refuse_under_rules(
             "it runs within a torch.func transform", "No graph is captured there", _DEPLOY
         )

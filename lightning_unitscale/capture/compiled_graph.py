@@ -48,9 +48,9 @@ class StepState:
         self.captured = capture.with_own_code(function)  # the function for Dynamo to capture
         # Runs the graphs in their place, if there is one.
         self.interpreter: Interpreter | None = None
-        self.is_rehearsing = False  # all side effects of the step are discarded
+        self.is_rehearsing = False  # True while all side effects of the step are discarded
         self.recaptures = Recaptures()
-        self.error_of_pass: Exception | None = None  # in the current call
+        self.error_of_pass: Exception | None = None  # raised in the current call
 
     @property
     def title(self) -> str:
@@ -137,7 +137,7 @@ class _GraphOfEachModule:
         # After a graph break Dynamo captures a layer's ``forward`` once for all layers of a class,
         # with the parameters as inputs. But each layer has its own scales.
         self._step = weakref.ref(step)
-        # They would be activations, which would stay alive.
+        # Examples would be activations that stay alive.
         self._captured = replace(captured, example_inputs=())
         self._executor = executor
         # The input that distinguishes modules that run the same code.
@@ -180,7 +180,7 @@ class CompiledGraph:
         self.base = copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
         expand_composites(self.base)
-        find_effects(self.base.graph)  # for all copies of it
+        find_effects(self.base.graph)  # cached for all copies
         self.inputs = captured.inputs
         if step.owner.partition_fn is not None and executor == "aot_eager":
             executors.refuse_checkpoints(self.base, self.inputs)
@@ -221,7 +221,7 @@ class CompiledGraph:
     ) -> Any:
         """Run the captured graph, out of place and reparametrized, through an interpreter."""
         step = self._owner
-        observed = step.owner.observed and not step.is_rehearsing  # with the wanted probes
+        observed = step.owner.observed and not step.is_rehearsing  # True with the wanted probes
         if observed not in self._interpreted:
             phases = (Phase.REPARAMETRIZE, Phase.OBSERVE)
             passes = [graph_pass for graph_pass in step.owner.passes if graph_pass.phase in phases]

@@ -64,7 +64,7 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
     graph_module.recompile()
     _LazyGraphModule.force_recompile(graph_module)
     forward: Any = graph_module.forward
-    # Without it the matmuls of a graph would have only the name of the step.
+    # Without this, all matmuls of a graph would have only the name of the step.
     start = getattr(graph_module, "_prologue_start", None)
     if start is not None:
         code = forward.__func__.__code__
@@ -80,8 +80,8 @@ def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
 class _Lines(NamedTuple):
     """Module and result of each line of a graph's code."""
 
-    names: tuple[tuple[str, str], ...]  # path of each node's module, and its tensor's name
-    nodes: Mapping[int, int | None]  # of each line of the body
+    names: tuple[tuple[str, str], ...]  # each node's module path and tensor name
+    nodes: Mapping[int, int | None]  # node of each line of the body, by index
     start: int  # line before the body's first
 
 
@@ -134,7 +134,7 @@ def stand_ins(mode: Any, arguments: list[fx.Node]) -> tuple[Any, dict[fx.Node, A
     """Return stand-ins for arguments, with their own memory, and the fake mode to run them in."""
     # Symbolic sizes become the numbers of the capture where these are known, since an operator
     # takes up to a hundred times as long with symbols.
-    if mode not in _IN_NUMBERS:  # making one is slow
+    if mode not in _IN_NUMBERS:  # creating one is slow
         _IN_NUMBERS[mode] = FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
     in_numbers = _IN_NUMBERS[mode]
     examples = {node: node.meta.get("example_value") for node in arguments}

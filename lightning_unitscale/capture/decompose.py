@@ -1,8 +1,8 @@
 """Expand composite operations whose matmuls the passes could not reach otherwise.
 
-Dynamo keeps multi-head attention whole. Scaled dot-product attention may run as two matmuls and a
-softmax. Both are replaced by the operations torch would run, in the same order, so every bit stays
-the same. Attention that torch runs as one fused kernel stays one node.
+Dynamo does not split multi-head attention. Scaled dot-product attention may run as two matmuls and
+a softmax. Both are replaced by the operations torch would run, in the same order, so every bit
+stays the same. Attention that torch runs as one fused kernel stays one node.
 
 Private names used here were checked on torch 2.13 and 2.11: ``_fused_sdp_choice``;
 ``_sdpa_kernel``, which Dynamo leaves of ``sdpa_kernel``; of symbolic shapes ``SymInt.node.expr``,
@@ -103,7 +103,7 @@ def expand_composites(graph_module: fx.GraphModule) -> None:
 def attention_as_matmuls(
     autocast_dtype: torch.dtype | None, dropout: Callable[..., Tensor] | None = None
 ) -> Callable[..., Tensor]:
-    """Return a function that runs attention by operations of its own, with this dropout."""
+    """Return a function that runs attention as separate operations, with this dropout."""
 
     def attention(
         query: Tensor,
@@ -155,7 +155,7 @@ def _chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:
     now: list[SDPBackend] | None = None
     for node in graph.nodes:
         if node.target is _sdpa_kernel:
-            # Each is the node of a function of its name.
+            # Each is a node of a function with this name.
             now = [getattr(SDPBackend, str(argument.args[0])) for argument in node.all_input_nodes]
         elif now is not None:
             chosen[node] = now
@@ -229,9 +229,9 @@ def _expand(
     except UnknownSize:
         while node.prev is not before:
             graph.erase_node(node.prev)
-        # A change of units cannot be applied inside it. Around it, it would take another path: the
-        # choice depends on whether query and key are one tensor, and the root of the temperature is
-        # not exact.
+        # Units cannot be changed inside the composite. Around it, they would change its path: the
+        # choice depends on whether query and key are the same tensor, and the root of the
+        # temperature is not exact.
         node.meta[TRANSFORMED] = True
         return
     replacement = recorder.node_of(result)
@@ -257,7 +257,7 @@ class _Recorder(TorchFunctionMode):
         self.sizes = sizes
         self._nodes: dict[int, fx.Node] = {}
         self._values: dict[fx.Node, Tensor] = {}
-        # Tensors are known by identity, so they must outlive the recording.
+        # Tensors are identified by their id, so they must outlive the recording.
         self._alive: list[Tensor] = []
         self._count: Counter[str] = Counter()
 

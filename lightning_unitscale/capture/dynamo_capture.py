@@ -44,7 +44,7 @@ from lightning_unitscale.patching import shadowed_here
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-# A gradient is one that a step reads from a parameter.
+# "gradient" is a gradient that a step reads from a parameter.
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
 # Dynamo's mark of parameters and buffers.
@@ -71,7 +71,7 @@ class CapturedGraph:
 
     graph_module: fx.GraphModule
     example_inputs: tuple[Any, ...]
-    frame_id: int  # of the Python frame, kept by a recompilation
+    frame_id: int  # number of the Python frame, kept by a recompilation
     inputs: tuple[GraphInput, ...]
 
     def roots(self) -> dict[str, str]:
@@ -141,7 +141,7 @@ def no_graph_breaks() -> Iterator[None]:
         yield
 
 
-# Whether Dynamo reuses a graph when other parameters of the module require gradients.
+# True if Dynamo reuses a graph although other parameters of the module require gradients.
 MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
 
 
@@ -213,7 +213,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             optimize_ddp=False,
             allow_rnn=True,
             allow_unspec_int_on_nn_module=True,
-            # A call without operations, as of an empty batch, would end the capture.
+            # A call without operations, such as that of an empty batch, would end the capture.
             allow_empty_graphs=True,
             # Hooks that are added or removed during training are noticed.
             skip_nnmodule_hook_guards=False,
@@ -248,7 +248,7 @@ def describe(
             kind, name = fqns.get(id(argument.example) if argument else 0, ("input", None))
         else:
             kind = "symbol"
-        # A method until torch 2.11.
+        # This is a method until torch 2.11.
         inputs.append(GraphInput(kind, name, source() if callable(source) else source))
     frame = frame_being_captured()
     # A copy, because Dynamo clears its own when it is done.
@@ -275,7 +275,7 @@ def original_error(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -> Iterator[None]:
-    """Capture every function within a context of ours."""
+    """Capture every function within a context manager of ours."""
     convert = convert_frame.ConvertFrame.__call__
     attempt = convert_frame.ConvertFrameAssert.__call__
     refusals: list[Unsupported] = []

@@ -75,9 +75,9 @@ def execute_with(
         options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:
             options = _rewriting(rewriter, partition_fn)
-        # With writes into inputs in the graph, torch (2.13) exchanges results that are such inputs,
-        # if others are written after it: torchmetrics' MeanMetric returns both. Without them, it
-        # does not know ``.data = ...``.
+        # If writes into inputs stay in the graph, torch (2.13) swaps results that are such inputs,
+        # when others are written later, as in torchmetrics' MeanMetric. If they do not, torch does
+        # not support ``.data = ...``.
         has_data = any(op_name(node) == "set" for node in graph_module.graph.nodes)
         backend = aot_autograd(keep_inference_input_mutations=has_data, **options)
         # An error in the middle of it would leave gradients off.
@@ -100,7 +100,7 @@ def execute_with(
         return compile_fx_inner(one, *args, **options)
 
     with partitioned_by(partition_fn), backward, recurrent_dropout():
-        # Also while the backward graph is compiled, which is much later.
+        # These settings also apply when the backward graph is compiled, which is much later.
         # Inductor's own random numbers would differ from those of the uncaptured step.
         patches = {**list_mode_options(mode), "fallback_random": True}
         run = compile_fx(
@@ -121,7 +121,7 @@ def _drop_unread_draws(graph: fx.Graph, of_forward: set[str]) -> None:
 
 
 def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs a graph of AOTAutograd by the kernels of its operators."""
+    """Return a function that runs a graph of AOTAutograd one operator at a time."""
     # A kernel's result may have another layout than its meta function returns, as the gradient of
     # softplus does. A view of it may then need a copy, as in an uncaptured backward pass.
     graph = graph_module.graph
@@ -134,7 +134,7 @@ def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callab
 
 
 def _rewriting(rewriter: GraphRewriter, partition_fn: Any) -> dict[str, Any]:
-    """Return the options by which AOTAutograd has its graphs rewritten."""
+    """Return options that make AOTAutograd call the rewriter."""
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         rewriter.rewrite_joint(joint.graph)
@@ -197,12 +197,12 @@ def _checkpoint(
 
 
 class CheckpointNotKept(Exception):
-    """Error about a user's checkpoint that would mean something else in a plan."""
+    """Error about a user's checkpoint that a plan would change."""
 
 
 def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Refuse a graph with a checkpoint whose meaning in torch a plan does not keep."""
-    # A plan recomputes what a checkpoint would, and keeps no other effect of torch's there. Torch
+    """Refuse a graph with a checkpoint whose behavior in torch a plan would change."""
+    # A plan recomputes the same values as a checkpoint, but has none of its other effects. Torch
     # gives no gradient to a reentrant checkpoint whose inputs need none, updates BatchNorm's
     # statistics twice, and draws new random numbers if their state is not kept.
     placeholders = graph_module.graph.find_nodes(op="placeholder")

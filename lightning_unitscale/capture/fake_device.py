@@ -45,7 +45,7 @@ is_several_tensors = is_traceable_wrapper_subclass
 aten = torch.ops.aten
 # The simulated device as C++ sees it. Python's own has no index.
 _STAND_IN = torch.device("cpu", 0)
-# Compute capability of the simulated GPU where nothing else is said: Hopper.
+# Default compute capability of the simulated GPU: Hopper.
 _COMPUTE_CAPABILITY = (9, 0)
 
 
@@ -67,7 +67,7 @@ def forgetting_control_flow() -> Iterator[None]:
 
 
 def run_control_flow(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run the first branch of a ``cond``, all of a ``scan``, one round of a ``while_loop``."""
+    """Run the first branch of a ``cond``, all of a ``scan``, or one round of a ``while_loop``."""
     return _CONTROL_FLOW.get(function.name(), function)(*args, **kwargs)
 
 
@@ -105,14 +105,14 @@ def current_autograd_function() -> Any:
 
 
 class SimulatedDevice(FakeTensorMode):
-    """Mode in which nothing is computed. The user's constants become fake by themselves."""
+    """Mode in which nothing is computed. The user's constants become fake automatically."""
 
     # C++ needs a stream and a queue for the device of every tensor in autograd, and ends the
     # process if the device has no driver. So C++ sees `cpu:0`. Tensors that it makes there are made
     # on the simulated device, which Python code sees. With a CPU's queue the backward pass runs in
-    # the calling thread, where dispatch modes see it.
-    # A single random number on the CPU is the middle of its range, since programs branch on it:
-    # layers that are dropped with a probability below one half stay, which needs the most memory.
+    # the calling thread, where dispatch modes see it. A single random number on the CPU is the
+    # middle of its range, because programs branch on it. So layers that are dropped with a
+    # probability below one half stay, which needs the most memory.
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -181,7 +181,7 @@ def is_question(function: Any) -> bool:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Mode that runs operators, but for questions. No mode for functions sees its own calls."""
+    """Mode that runs operators, except for questions. Function modes do not see its own calls."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -223,9 +223,10 @@ def run_backward(roots: Sequence[Tensor]) -> None:
 
 
 class FakeScalars(TorchDispatchMode):
-    """Mode that makes up the value of a fake tensor, since optimizers read their step count."""
+    """Mode that invents the value of a fake tensor, since optimizers read their step count."""
 
-    # Their allocations do not depend on it. It is neither 0 nor 1, since they may divide by it.
+    # Allocations do not depend on this value. It is neither 0 nor 1, because optimizers may divide
+    # by it.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -56,21 +56,22 @@ class StaysPlain(BaseException):
 
 
 class Fallback:
-    """Decision whether the calls of a captured step run the user's own method."""
+    """Decides whether the calls of a captured step run the user's own method."""
 
-    # Steps that rules scale never do, since that would be another model. Until the rules have
-    # changed the module, they may.
+    # A step that rules scale never does, since that would be another model. It may until the rules
+    # have changed the module.
 
     def __init__(
         self, step: StepState, capturing: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._step = step
         self._capturing = capturing  # around the capture of each function
-        self.reason: str | None = None  # why all calls run the user's own method, if they do
-        self.awaits_rules = False  # rules will scale the step and have changed nothing yet
+        self.reason: str | None = None  # reason why all calls run the user's own method, if they do
+        self.awaits_rules = False  # rules will scale the step but have changed nothing yet
         # Number of hooks that were registered at the last check.
         self._num_hooks = -1
-        # Whether the last call gave lazy modules their shapes, uncaptured. True before the first.
+        # True if the last call gave lazy modules their shapes, uncaptured, and before the first
+        # call.
         self.awaits_shapes = True
         # The last call, until its backward pass has shown that it can be captured.
         self._pending: Trial | None = None
@@ -109,7 +110,7 @@ class Fallback:
             return
         self.reason = reason
         if self.awaits_rules:
-            return  # a sanity check is unscaled anyway, and later evaluations are captured again
+            return  # a sanity check is unscaled anyway, and later evaluations are recaptured
         warn_of_staying_plain(self._step, reason)
         if torch.is_grad_enabled():
             getattr(self._step.owner.partition_fn, "give_up", nothing)(reason)
@@ -230,7 +231,7 @@ class Fallback:
 
 
 class Trial:
-    """Record of a step's call by which it is undone, as if it had not begun."""
+    """Record of a step's call that can undo it."""
 
     # Covered: random states, gradients, and everything in a module but its parameters. A copy of
     # the parameters might not fit, so a call that has changed one cannot be undone.
@@ -265,11 +266,11 @@ class Trial:
 
 
 def _state_of(parameter: Tensor) -> Any:
-    """Return a value that changes with a parameter's numbers, also if its version does not."""
+    """Return a value that changes with a parameter's numbers, even if its version does not."""
     if is_lazy(parameter):
         return None
     if is_wrapper(parameter):
-        # Its class may not know the sum, and the parts may be of any type.
+        # Its class may not support sums, and its parts may have any type.
         return [_state_of(part) for part in wrapped_parts(parameter)]
     where, numbers = parameter.untyped_storage(), parameter.detach()
     checksum = numbers.sum() if numbers.device.type != "meta" else None
@@ -330,7 +331,7 @@ def _named(hook: Any) -> str:
 def noticing_recorded_passes(notice: Callable[[], None]) -> Iterator[None]:
     """Call ``notice`` before each backward pass with ``create_graph=True``."""
     run = autograd_graph._engine_run_backward
-    # Both run in the middle of a step, whose functions Dynamo captures as it meets them.
+    # Both run in the middle of a step, whose functions Dynamo captures when they are called.
     notice = torch.compiler.disable(notice)
 
     @functools.partial(torch.compiler.disable, recursive=False)

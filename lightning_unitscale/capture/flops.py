@@ -64,7 +64,7 @@ def trilinear_flops(args: Arguments, result: Any) -> int:
 
 
 def grouped_flops(args: Arguments, result: Any) -> int:
-    """Count each row with the matrix of its group."""
+    """Count the product of each row and the matrix of its group."""
     if args[0].dim() == args[1].dim() == 2:  # each group sums over its own columns
         return contraction(0, 1)(args, result)
     return 2 * int(result.numel()) * int(args[0].shape[-1])
@@ -99,5 +99,5 @@ def encoder_layer_flops(args: Arguments, _: Any) -> int:
 
 
 def distance_flops(args: Arguments, _: Any) -> int:
-    """Count the matrix of all inner products."""
+    """Count the operations of all inner products."""
     return 2 * int(args[0].numel()) * int(args[1].shape[-2])

@@ -80,7 +80,7 @@ class ShardedModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.is_gathered = False  # all parameters are gathered for now
+        self.is_gathered = False  # True while all parameters are gathered
         self._slots: list[_Slot] | None = None
         self._owners: dict[str, ShardedPart] = {}
 
@@ -126,7 +126,7 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Put each parameter where it will be gathered, so that the module looks unsharded."""
+        """Replace shards by the gathered parameters, so that the module looks unsharded."""
         slots = self._find_slots()
         for slot in slots:
             slot.whole.requires_grad_(slot.shard.requires_grad)
@@ -168,7 +168,7 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Disable FSDP's hooks, except that they cast inputs and outputs."""
+        """Disable FSDP's hooks, but still cast inputs and outputs."""
         with contextlib.ExitStack() as stack:
             # Dynamo does not guard on what it reads from modules that carry FSDP's mark.
             for module in self.module.modules():
@@ -219,14 +219,14 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 @dataclass
 class _Run:
-    """Consecutive operations of a part."""
+    """A run of consecutive operations of a part."""
 
     part: ShardedPart
     nodes: list[fx.Node] = field(default_factory=list)
 
 
 class GatherParameters(GraphPass):
-    """Pass by which FSDP gathers parameters before they are read, and frees them afterwards."""
+    """Pass that makes FSDP gather parameters before they are read, and free them afterwards."""
 
     name = "gather parameters"
     phase = Phase.GATHER
@@ -254,7 +254,7 @@ class GatherParameters(GraphPass):
         roots = memory_roots(graph)
         owners: dict[fx.Node, ShardedPart] = {}
         for node in graph.nodes:
-            # A gradient tap has its parameter's description, and a unit may be 1.
+            # A gradient tap has its parameter's description. A unit may be 1.
             origin = node.meta.get(INPUT) or roots[node].meta.get(INPUT)
             sources = node.all_input_nodes if node.meta.get(INTERNAL) and NAME in node.meta else ()
             if origin is not None and origin.kind == "parameter" and origin.fqn in by_path:

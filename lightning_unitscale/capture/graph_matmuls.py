@@ -1,8 +1,8 @@
 """Find the tensors and the matmuls of a captured graph, also inside activation checkpoints.
 
 A matmul is linear in each of its operands. Addends (a bias, the first argument of ``addmm``) are
-added to it unscaled. A pass needs no more to change the units of the operands. Every form has a
-scale rule (``functional/rules.py``), except the few below.
+added to it unscaled. This is all that a pass needs to change the units of operands. Every form has
+a scale rule (``functional/rules.py``), except the few below.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _CUSTOM_OPERATORS = {
     # transformers 5 uses it for a mixture of experts if torch has no grouped matmul.
     "transformers.grouped_mm_fallback": Roles(("input", "weight"), ("input", "weight")),
 }
-# By torch's operation of the same name, if it is a separate form.
+# Keyed by the name of torch's operation, if it is a separate function.
 _SAME: dict[Any, Any] = {attention_matmul: torch.matmul, "__rmatmul__": "__matmul__"}
 
 _NAMES = matmul_names() | {"attention_matmul", "rmatmul", "convolution", "conv_tbc", "grouped_mm"}
@@ -103,7 +103,7 @@ def _roles_of(target: Any) -> ScaleRule | Roles | None:
     try:
         target = _SAME.get(target, target)
         found = _ROLES.get(target)
-    except TypeError:  # an unhashable callable is not ours
+    except TypeError:  # an unhashable callable is not in our tables
         return None
     if found is not None:
         return found
@@ -233,7 +233,7 @@ class Places:
         return {name: tuple(read) for name, read in inputs.items()}
 
     def operands_and_matmuls(self) -> tuple[set[str], set[str]]:
-        """Return the names of the tensors that matmuls read, even through views, and make."""
+        """Return the names of tensors that matmuls read, even through views, and compute."""
         # From the graph as captured, since a pass may replace matmuls by its own functions.
         tensors = (node for _, node in self.probeable() if not is_whole_view(node))
         sources = self._sources({tensor_name(node) for node in tensors})
@@ -245,7 +245,7 @@ class Places:
         )
 
     def _sources(self, known: Container[str]) -> dict[fx.Node, _Names]:
-        """Map every node to the nearest known tensors that it is, or is computed from."""
+        """Map every node to the nearest known tensors that it is or is computed from."""
         sources: dict[fx.Node, _Names] = {}
         for region, node in self.in_order():
             origin, name = self.origin(region, node), meant_name(node)
@@ -256,7 +256,7 @@ class Places:
         return sources
 
     def bring_out(self, probed: Sequence[Place], rows: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return rows made in checkpoints as further outputs up to the outermost graph."""
+        """Pass rows made in checkpoints on as outputs, up to the outermost graph."""
         brought = list(rows)
         region_of = [id(region) for region, _ in probed]
         for region in reversed(self.regions):

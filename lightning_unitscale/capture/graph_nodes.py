@@ -302,7 +302,7 @@ def _described(node: fx.Node) -> tuple[Any, ...]:
         None if node.op in {"placeholder", "get_attr"} else node.target,
         None if node.op == "output" else tensor_name(node),
         None if origin is None else (origin.kind, origin.fqn),
-        # As text, since comparing symbolic sizes would add guards.
+        # Shapes are compared as text, since comparing symbolic sizes would add guards.
         tensor if tensor is None else (str(tensor.shape), tensor.dtype, tensor.requires_grad),
     )
 

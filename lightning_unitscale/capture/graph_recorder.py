@@ -25,7 +25,7 @@ from lightning_unitscale.scales.reduce import row_dtype
 
 
 class GraphInterpreter(fx.Interpreter):
-    """Interpreter of a captured graph and its checkpoints, node by node. It recomputes nothing."""
+    """Runs a captured graph and its checkpoints node by node, and recomputes nothing."""
 
     def __init__(
         self, graph_module: fx.GraphModule, visit: Callable[[GraphInterpreter, fx.Node], Any]
@@ -66,8 +66,8 @@ class _GradientTap(torch.autograd.Function):
         detach: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        # On the context, not in saved_tensors, which are freed after one backward pass. Two losses
-        # may share only an input, and then each has its own backward pass.
+        # This is stored on the context, because saved_tensors are freed after one backward pass.
+        # Two losses that share only an input have separate backward passes.
         ctx.on_gradient = on_gradient
         # Autograd forbids writes into a view that a function made, but not into a detached tensor.
         return tensor.detach() if detach else whole_view(tensor)
@@ -112,7 +112,7 @@ class CallRecord:
     """Record of one call of a graph, as rows of shape ``(rows, columns)``."""
 
     forward: Tensor
-    slots: Tensor  # a leaf whose gradient holds the rows of the backward pass once it has run
+    slots: Tensor  # a leaf whose gradient has the rows of the backward pass after it has run
 
     @property
     def backward(self) -> Tensor:

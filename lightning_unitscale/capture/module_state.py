@@ -1,6 +1,6 @@
 """Share passes and executors between all captured steps of a module, and count their captures.
 
-A step that costs too many captures is captured no longer, if it computes the same uncaptured.
+A step that needs too many captures is no longer captured, if it computes the same uncaptured.
 Dynamo may cut one call into dozens of graphs, or recapture a graph at most calls. Each takes about
 a second, and so does the plan of a memory budget. A step whose captured numbers differ (by rules,
 in a format) is captured each time.
@@ -50,7 +50,7 @@ class ModuleState:
         self.partition_fn: Any = None
         # Rewrites AOTAutograd's graphs, if they run op by op.
         self.rewriter: GraphRewriter | None = None
-        # The module, if FSDP shards it and its steps are captured as if it did not.
+        # The module, if FSDP shards it but its steps are captured as if it were unsharded.
         self.sharded: ShardedModule | None = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
@@ -93,7 +93,7 @@ class ModuleState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Run a step whose parameters are known only to its graphs."""
+        """Run a step whose whole parameters exist only in its graphs."""
         if self.sharded is None:
             yield
             return
@@ -118,7 +118,7 @@ class ModuleState:
 class Recaptures:
     """Counter of a step's captures."""
 
-    is_limited = False  # whether a rehearsed call may be refused
+    is_limited = False  # True if a rehearsed call may be refused
 
     def __init__(self) -> None:
         self.reset()
@@ -126,7 +126,7 @@ class Recaptures:
     def reset(self) -> None:
         """Start the count at nothing captured."""
         self._num_calls = self._num_captures = 0
-        self.num_graphs = 0  # of the current call
+        self.num_graphs = 0  # functions of the current call
         self._functions: Counter[CodeType] = Counter()
 
     def note_function(self, code: CodeType) -> str | None:
@@ -157,14 +157,14 @@ class Recaptures:
 
 
 class SecondCapture:
-    """Decision, once per step, whether it is captured again."""
+    """Decides once per step whether it is captured again."""
 
     # Steps with passes never are, since measurements and units refer to their parts.
 
     def __init__(self, owner: ModuleState) -> None:
         self._owner = owner
         self._has_looked = False
-        self.is_due = False  # the next call is recaptured, as one graph
+        self.is_due = False  # True if the next call is recaptured as one graph
 
     def look(self, graph_breaks: list[Reason], trace: Callable[[], object]) -> None:
         """Trace the finished call again, if it broke, to check whether it is one graph now."""
@@ -175,7 +175,7 @@ class SecondCapture:
             trace()
             self.is_due = True
         except Exception:
-            pass  # it breaks as before
+            pass  # it breaks in the same way as before
         if not self.is_due:
             getattr(self._owner.partition_fn, "refuse", nothing)()
 

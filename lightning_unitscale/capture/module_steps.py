@@ -1,7 +1,7 @@
 """Capture the steps of a module, and let passes rewrite and an executor run their graphs.
 
-Callbacks and transforms both use ``steps_of(module)``. Each adds its passes. The first owner puts
-the captured steps on the module, and the last one takes them off.
+Callbacks and transforms both use ``steps_of(module)``. Each adds its passes. The first owner
+installs the captured steps on the module, and the last one removes them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModuleSteps(ModuleState):
         self.steps = {name: CapturedStep(self, name, self.original(name)) for name in step_names}
 
     def attach(self, owner: str) -> None:
-        """Put the captured steps on the module. Another owner may call it again."""
+        """Install the captured steps on the module. Other owners may call this again."""
         if owner not in self.owners:
             self.owners.append(owner)
         if not self.is_attached:
@@ -122,7 +122,7 @@ class ModuleSteps(ModuleState):
         self.reset()
 
     def rewrite_by(self, rewriter: GraphRewriter | None) -> None:
-        """Have AOTAutograd's graphs rewritten from now on, or left unchanged."""
+        """Rewrite AOTAutograd's graphs from now on, or leave them unchanged."""
         self.rewriter = rewriter
         self.reset()
 
@@ -152,7 +152,7 @@ class ModuleSteps(ModuleState):
         vars(new).update(
             vars(self), records=[], graph_breaks=[], owners=list(self.owners), _put=ExitStack()
         )
-        new.rewriter = None  # of the copy's own session, if it gets one
+        new.rewriter = None  # set by the copy's own session, if it gets one
         new._observers = set(self._observers)
         for name in ("module", "partition_fn", "passes", "_shadowed"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))

@@ -14,8 +14,8 @@ attention's backward             ``g, q, k, v``           ``dq: g v/q, dk: g v/k
 
 An addend (the bias of ``addmm``) is divided by the units of the matmul that it is added to.
 
-A call may not read all its arguments. :meth:`MatmulRule.reading` returns the rule of those that it
-reads. The rest may be uninitialized memory, as in torch's batching rules.
+A call may read only some of its arguments. :meth:`MatmulRule.reading` returns the rule of those
+that it reads. The rest may be uninitialized memory, as in torch's batching rules.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class MatmulRule:
     # The operator that multiplies the matmul by a number, ``alpha``, and adds it to its first
     # argument. It is the operator itself, if it has that argument.
     with_factor: str = ""
-    # The operands of a matmul of two in the order in which autograd computes their gradients. That
-    # is the order of the names in its derivative formulas.
+    # The operands of a two-operand matmul, in the order in which autograd computes their gradients.
+    # That is the order of the names in its derivative formulas.
     backward_order: tuple[int, ...] = (0, 1)
-    # The operands that calls read, by the mask, since a rule is slow to hash.
+    # Cached rules by the mask of the operands that calls read, since a rule is slow to hash.
     _masked: dict[tuple[bool, ...], MatmulRule] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -98,7 +98,7 @@ class MatmulRule:
         return rule
 
     def multiplies(self, args: Arguments, kwargs: Mapping[str, Any]) -> bool:
-        """Check that a call reads two operands, which a sum and empty matrices do not."""
+        """Check that a call reads two operands. Sums, and calls with empty matrices, do not."""
         are_full = all(operand.numel() for operand in self.operands_in(args))
         return are_full and len(self.operands) > 1 and not self.is_no_matmul(kwargs)
 
@@ -112,7 +112,7 @@ class MatmulRule:
         if not self.sources:
             return word, roles
         read = tuple("gradient" if k is None else roles[k] for k in self.sources)
-        # A call with another mask has other operands, so they must not be confused.
+        # A call with another mask has other operands, and must have another name.
         return word if len(read) > len(roles) else "_".join((word, *read)), read
 
     @functools.cached_property
@@ -331,7 +331,7 @@ class UnreachedRule:
     operator: str  # its name in ``torch.ops.aten``, with the overload if that is not the default
     reason: str  # why its matmuls run unscaled
     flops: Formula  # floating-point operations of a call
-    # Whether its gradients come from a kernel of the same kind, with twice as many.
+    # True if its gradients come from a kernel of the same kind, with twice the operations.
     has_backward: bool = False
     # The operator of the table whose matmuls this one writes into a given tensor. Factors reach
     # them except in a graph that was compiled before.

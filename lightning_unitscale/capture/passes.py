@@ -85,7 +85,7 @@ class StepGraph:
         self.graph_module = graph_module
         self.step = step
         self.observed = observed  # with probes, as on sampled steps
-        self.notes: dict[str, Any] = {}  # from one pass to another
+        self.notes: dict[str, Any] = {}  # messages from one pass to another
         tensors = (node.meta.get("example_value") for node in graph_module.graph.nodes)
         floats = (one for one in tensors if isinstance(one, Tensor) and one.is_floating_point())
         self.device = next((tensor.device for tensor in floats), torch.device("cpu"))

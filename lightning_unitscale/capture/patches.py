@@ -154,8 +154,8 @@ def passing_over(convert: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return convert(self, frame, *args, **kwargs)
         except TorchRuntimeError as error:
-            # Most often a user's error, which comes again when the function runs uncaptured. If the
-            # user catches it, the function is captured the next time.
+            # This is usually a user's error, which is raised again when the function runs
+            # uncaptured. If the user catches it, the function is captured the next time.
             _failures[frame.f_code] += 1
             is_last = _failures[frame.f_code] >= _MAX_FAILURES
             _report(frame.f_code, error, warned, warn=is_last)
@@ -178,7 +178,7 @@ _HINTS = (
 # Hooks of transformers and peft on a frozen embedding, which give the checkpointed blocks behind it
 # gradients. Blocks inside a graph have them anyway. Dynamo breaks at ``requires_grad_``.
 _LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
-# Methods of loggers that return a value. The others only write.
+# Methods of loggers that return a value. All others only write.
 _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
 
 
@@ -193,7 +193,7 @@ def quiet_libraries() -> Iterator[None]:
 
     @functools.wraps(call)
     def call_or_pass(self: Any, fn: Any, args: Any, kwargs: Any) -> None:
-        # As Dynamo itself finds the function behind a variable.
+        # This is how Dynamo itself finds the function behind a variable.
         function = getattr(fn, "fn", getattr(fn, "value", None))
         if any(function is hint for hint in _HINTS):
             self.push(ConstantVariable.create(None))
@@ -225,7 +225,7 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
     frames = frames_of(error) or [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)]
     graph_break_reasons.append(GraphCompileReason(str(error), frames))
     file, line = frames[-1].filename, frames[-1].lineno or 0
-    # Each of the functions around a line fails on it.
+    # Each function around a line fails on it.
     if not warn or (file, line) in warned:
         return
     warned.add((file, line))
@@ -254,7 +254,7 @@ def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
             _allowed_callable_ids.remove(id(function))
 
 
-# torch's setting holds for all threads: its old value, and an item for each user of this one.
+# torch's setting applies to all threads. This stores its old value, and an item for each user.
 _OPENING = threading.Lock()
 _opened: list[bool] = []
 

@@ -79,7 +79,7 @@ def _restorers(
         saved = {name: value for name, value in _own_attributes(owner).items() if name not in kept}
         yield functools.partial(_restore_module, owner, type(owner), saved, kept)
         for registered in (owner._parameters, owner._modules):
-            if isinstance(registered, dict):  # a scripted module moves nothing
+            if isinstance(registered, dict):  # a scripted module does not move tensors
                 yield functools.partial(_restore_registered, registered, dict(registered))
     for _, value in held_values(module):
         yield from restorers_of(value)
@@ -245,7 +245,7 @@ class _Leaves(TorchFunctionMode):
             memo[id(tensor)] = lazy(device=tensor.data.device, dtype=tensor.data.dtype)
             return memo[id(tensor)]
         if tensor.is_leaf:
-            with contextlib.suppress(RuntimeError):  # of a subclass
+            with contextlib.suppress(RuntimeError):  # raised by a subclass
                 return func(tensor, memo)
         new = tensor.detach().clone()
         if type(new) is not type(tensor) and is_python_subclass(tensor):

@@ -118,7 +118,7 @@ class _Recorder:
 
 def _as_it_is(value: Any) -> Any:
     """Copy a value so that the rest of the step cannot change it, except a metric's state."""
-    # A plain function over plain dictionaries, which Dynamo traces without a break.
+    # This is a plain function over plain dictionaries, so Dynamo traces it without a break.
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -134,8 +134,8 @@ class UntracedCalls:
     ) -> None:
         self._find = find
         self.trace = trace
-        # Then the methods are skipped, except for their closures: a rehearsal must not update
-        # weights.
+        # In a rehearsal the methods are skipped, except for their closures, because it must not
+        # update weights.
         self.is_rehearsing = False
         # Kept, since Dynamo guards on the identity of what it calls.
         self._calls: dict[tuple[int, str], _Untraced] = {}
@@ -150,7 +150,7 @@ class UntracedCalls:
                 if vars(target).get(name) is call.run:
                     continue  # a step within a step
                 call.method, call.rehearsed = getattr(target, name), next(iter(rehearsed), None)
-                # The attributes on the method, such as a scheduler's counter.
+                # Copy the attributes on the method, such as a scheduler's counter.
                 call.run.__dict__.update(getattr(call.method, "__dict__", {}))
                 stack.enter_context(shadowed(target, **{name: call.run}))
             yield
@@ -262,7 +262,7 @@ def _may_look(value: Any, own: Collection[str]) -> bool:
     """Check whether a class or a function is the user's."""
     root = root_of(value)
     file = getattr(sys.modules.get(root), "__file__", None)
-    # Code typed into a notebook has none.
+    # Code typed into a notebook has no file.
     is_installed = file is not None and is_installed_file(file)
     return root not in _FRAMEWORKS and (root in own or not is_installed)
 
@@ -284,14 +284,14 @@ def _methods(module: nn.Module, own: Collection[str]) -> dict[str, list[Function
 def _mentions(code: CodeType) -> Iterator[tuple[str, bool]]:
     """Yield the attributes that code names, and whether only to append to them."""
     instructions = [each for each in dis.get_instructions(code) if each.opname not in _PASSED_OVER]
-    # The last instruction returns.
+    # The last instruction is a return, so no pair is lost.
     for instruction, after in pairwise(instructions):
         if instruction.opname.endswith(("_ATTR", "LOAD_METHOD")):
             is_appended = instruction.opname == "LOAD_ATTR" and (
                 after.opname in ("LOAD_ATTR", "LOAD_METHOD") and after.argval in _GROWS
             )
             yield str(instruction.argval), is_appended
-    # For ``getattr`` and the like.
+    # Names passed to ``getattr`` and similar functions.
     yield from ((constant, False) for constant in code.co_consts if isinstance(constant, str))
 
 

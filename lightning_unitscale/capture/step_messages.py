@@ -1,4 +1,4 @@
-"""Report why a step is not all captured, and how long capture took."""
+"""Report why parts of a step are not captured, and how long the capture took."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class CaptureProgress:
         finally:
             timer.cancel()
             if timer.is_alive():
-                timer.join()  # until then it keeps the module
+                timer.join()  # until then it keeps the module alive
             self.seconds += time.perf_counter() - started
 
     def report(self, num_graphs: int, planning_seconds: float) -> None:

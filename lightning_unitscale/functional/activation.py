@@ -58,7 +58,7 @@ def _elementwise(
     return scaled_op(function, factors, "activation", reference, parameters, **names)
 
 
-# Not exp, cos or square: they are steps of a larger function (a softmax, a rotary embedding, a
+# Without exp, cos and square: they are steps of a larger function (a softmax, a rotary embedding, a
 # norm), which a factor inside would change.
 relu = _elementwise(F.relu)
 relu6 = _elementwise(F.relu6)

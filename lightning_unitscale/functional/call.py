@@ -107,7 +107,7 @@ def _prepared(
     try:
         factors = rule.factors({**arguments, "mult": mult})
     except (IndexError, KeyError, TypeError, ValueError):
-        # Shapes that do not fit: torch's own error is the one that its users know.
+        # If shapes do not fit, users get torch's own error.
         function(*args, **kwargs)
         raise
     tensors: dict[str, Tensor] = {}

@@ -14,8 +14,8 @@ References:
 
 ``torch._scaled_mm`` (checked on torch 2.13 on a CPU, and written for 2.11's arguments) needs the
 first matrix in rows and the second in columns, and FP32 scales. The inner and the outer dimension
-must be multiples of 16, and both formats must not be E5M2. CPUs take more, but a GPU's limits apply
-to every device here, so that a model behaves alike on all.
+must be multiples of 16, and both formats must not be E5M2. CPUs support more, but a GPU's limits
+apply to every device here, so that a model behaves alike on all devices.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ Scaling = Literal["constant", "dynamic"]
 GradientFormat = Literal["E4M3FN", "E5M2"]
 
 OPERAND = torch.float8_e4m3fn
-# Gradients in units of their own need little range, and E4M3 has half the rounding error.
+# Scaled gradients need little range, and E4M3 has half the rounding error.
 DEFAULT_GRADIENT: GradientFormat = "E4M3FN"
 GRADIENTS = {"E4M3FN": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
@@ -123,8 +123,8 @@ def fp8_linear(
 ) -> Tensor:
     """Compute ``input @ weight.T + bias`` in FP8, and keep only FP8 for the backward pass."""
     # The factors are those of the input, the weight and the gradient. Without them scales are
-    # dynamic. Reshape outside of the autograd function, since in-place writes need a result that
-    # is no view.
+    # dynamic. Reshape outside of the autograd function, because in-place writes need a result that
+    # is not a view.
     rows = input.reshape(-1, input.shape[-1])
     is_padded = weight.shape[0] % MULTIPLE > 0 or rows.numel() == 0
     is_joined = bias is not None and not is_padded and joins_bias(bias, dtype)

@@ -66,7 +66,7 @@ class CalledLoop(Loop):
         # True if the module has been called in training since the last step.
         self._is_in_batch = False
         # True if only calls in evaluation mode have recorded gradients since the last step, and if
-        # a step has followed such calls: fine-tuning in the mode of loading.
+        # a step has followed such calls (fine-tuning a model that was loaded in evaluation mode).
         self._has_evaluated = self._trains_in_evaluation = False
         # Optimizer steps before the first call. One or two may create the optimizer's state.
         self._num_idle_steps = 0

@@ -96,7 +96,7 @@ class HFCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._detach()  # of a training that an exception has ended
+        self._detach()  # the attachment of a training that an exception has ended
         self.attachment = attach(
             _trained(model, optimizer),
             optimizer,

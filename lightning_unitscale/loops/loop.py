@@ -93,7 +93,7 @@ class Loop(abc.ABC):
         """Request the end of the loop after this step."""
 
     def keep_metrics(self, numbers: Mapping[str, float]) -> None:  # noqa: B027
-        """Keep numbers for callbacks of the loop that monitor some, if it has such."""
+        """Keep numbers for callbacks of the loop that monitor metrics, if there are any."""
 
     @property
     def loss_scale(self) -> float:

@@ -13,8 +13,8 @@ from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.measurement import FORWARD
 
-# NVFP4's scale of a tensor in units: a constant in place of a reduction over the tensor. Blocks
-# with a largest magnitude from 0.012 to 336 in units then have a normal FP8 number as scale.
+# NVFP4's scale of a scaled tensor: a constant instead of a reduction over the tensor. Blocks whose
+# largest scaled magnitude is from 0.012 to 336 then have a normal FP8 number as their scale.
 UNIT_SCALE = 2.0**-3
 _HADAMARD = 16
 Axes = tuple[int, ...]

@@ -80,7 +80,7 @@ class GraphRuns:
         self._places: dict[int, Place] = {}
         self._root = root
         self._of_node: dict[NodeKey, GraphRun] = {}
-        # Whether the callers of the forward and of the backward graph are registered.
+        # Two flags: the callers of the forward and of the backward graph are registered.
         self._are_known = [False, False]
 
     def note_caller(self, *, is_backward: bool) -> None:
@@ -117,7 +117,7 @@ class GraphRuns:
         return run
 
     def sites_ahead(self, numbers: Container[int]) -> tuple[MatmulSession, dict[int, Site]] | None:
-        """Whose matmuls a run would have that begins now, and their sites; nothing is counted."""
+        """Return the session of a run that would begin now, and its sites, without counting."""
         session, node = running_session(), current_node()
         where = None if session is None else session.sites.run_of(node)
         if session is None or where is None or where.result or not session.is_open:

@@ -141,7 +141,7 @@ def guard_by(check: Callable[[], bool], text: str) -> bool:
         add = functools.partial(builder.guard_manager.root.add_lambda_guard, lambda _: check())
         try:
             add([text], None)
-        except TypeError:  # of an older torch, which is not told where the user's code is
+        except TypeError:  # an older torch does not take the place of the user's code
             add([text])
 
     context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), create))

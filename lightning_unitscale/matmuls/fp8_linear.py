@@ -229,7 +229,7 @@ class FP8Matmuls(Numerics):
         def arrived() -> Unrepresentable:
             numbers = copy.numbers().tolist()
             read = [(*names, row) for (*names, _), row in zip(rows, numbers, strict=True)]
-            # A tensor of zeros tells nothing about the format.
+            # A tensor of zeros gives no information about the format.
             self._config.unseen -= {name for _, name, row in read if row[0] > 0.0}
             return unrepresentable_among(read, awaits_units=awaits_units)
 

@@ -269,11 +269,11 @@ class FP8Linears:
         # Names of tensors that were zero at first, and that the caller has not measured in their
         # units since. Layers that read them are not cast yet.
         self.unseen: set[str] = set()
-        # Whether Lightning's evaluation steps are in FP8 as well. If not, they compute the same as
+        # True if Lightning's evaluation steps are in FP8 as well. If not, they compute the same as
         # a checkpoint of the module without FP8.
         self.in_evaluation = in_evaluation
         self.why_excluded = why_excluded  # the reason for layers that ``exclude`` matches
-        # Whether operands are checked in every step, and layers return at recalibrations.
+        # True if operands are checked in every step, and layers return at recalibrations.
         self.widens = widens
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:

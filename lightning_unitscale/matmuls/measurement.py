@@ -145,7 +145,7 @@ class MeasuredMatmul:
     dtype: torch.dtype  # of its operands
     # Exponents of its operands' units at the time, ``None`` without a unit.
     log2_units: tuple[int | None, ...]
-    # Whether all operands and addends were measured, not only those without a unit.
+    # True if all operands and addends were measured, not only those without a unit.
     is_whole: bool = True
 
     def why_inexact(self, log2_units: Sequence[int]) -> str:

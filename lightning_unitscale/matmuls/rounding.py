@@ -223,7 +223,7 @@ class SimulatedMatmuls(Numerics):
         )
 
     def _see(self, matmul: Matmul, args: Sequence[Any]) -> None:
-        # Whether a matmul reads a weight shows in its forward pass, which may be exempt.
+        # Only the forward pass shows that a matmul reads a weight, and it may be exempt.
         if any(config.square_weights or config.hadamard for config in self._configs):
             self._weights.see(matmul, args)
 

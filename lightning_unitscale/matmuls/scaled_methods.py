@@ -198,7 +198,7 @@ class AttachedSession:
         outlasts_calls: bool = False,
     ) -> None:
         self.outlasts_calls = outlasts_calls
-        # Whether calls train, if the loop reports it; ``None`` means the module's mode.
+        # True if calls train, when the loop reports it. ``None`` means the module's mode.
         self.trains: bool | None = None
         self.session = MatmulSession(
             module, SessionMethod.run_as.__code__, units or Units(), numerics

@@ -34,7 +34,7 @@ class Units:
         # Number of the step or microbatch that seeds stochastic rounding.
         self.rounding_step = 0
         self._is_training = False
-        # Whether steps also measure tensors with units, for :meth:`send`.
+        # True if steps also measure tensors with units, for :meth:`send`.
         self.is_looking = False
         # The matmuls that have run, by name.
         self.sites: dict[str, Site] = {}

@@ -15,7 +15,7 @@ _BESIDE = 1 / 16
 _SHARED = 1 / 4
 # Operations of a block. A chain that can be cut everywhere is left to cuts within its blocks.
 _LEAST_OPERATIONS = 4
-# Fields in which the nodes of structurally identical blocks agree.
+# Fields that are equal for the nodes of structurally identical blocks.
 _ALIKE = ("kind", "num_bytes", "workspace_bytes", "flops", "region", "can_save", "can_recompute",
           "in_forward")  # fmt: skip
 # Small blocks are joined to their successors until there are fewer.
@@ -28,7 +28,7 @@ class Blocks:
 
     problem: RematProblem
     separators: tuple[int, ...]  # base of the tensor that leads from each block to the next
-    block: Ints  # of each node; -1 for inputs
+    block: Ints  # block of each node; -1 for inputs
 
     def __len__(self) -> int:
         return len(self.separators) + 1
@@ -154,8 +154,8 @@ def _thinned(separators: list[tuple[int, int]], work: Ints) -> list[tuple[int, i
 
 
 def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
-    """Assign blocks to the nodes that only the backward pass runs."""
-    # Lists: a step of these loops is too small for numpy.
+    """Assign blocks to the nodes that run only in the backward pass."""
+    # These loops use lists, because each step is too small for numpy.
     inputs = problem.inputs_of
     placed: list[int] = block.tolist()
     is_forward: list[bool] = (problem.region == NodeRegion.FORWARD).tolist()

@@ -50,13 +50,13 @@ def limit_of(budget: Budget, default: int, floor: Callable[[], int]) -> int:
     if not isinstance(budget, float):
         return int(budget)
     if budget == 1:
-        return default  # the floor takes longest to find
+        return default  # finding the floor takes longest
     least = floor()
     return least + int(budget * (default - least))
 
 
 class BudgetError(Refusal, ValueError):
-    """Error for a budget that no plan of a step keeps, or that its executor cannot follow."""
+    """Error for a budget that no plan of a step meets, or that its executor cannot follow."""
 
 
 def refusal(num_bytes: int, floor: int, default: int, where: str) -> BudgetError:

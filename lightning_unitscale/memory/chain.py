@@ -30,7 +30,7 @@ from lightning_unitscale.memory.schedule import backward_order, simulate_plan
 _MAX_CUTS = 10
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _ANY_BLOCKS = 3
-# States kept per block boundary: different numbers of bytes saved so far.
+# Number of states per block boundary. They differ in the bytes saved so far.
 _MAX_STATES = 64
 # Larger than all bytes that can be saved: offset of each boundary's states among all keys.
 _BOUNDARY = 2**52
@@ -52,12 +52,12 @@ class Option:
 class EndingRuns:
     """Options of all runs of blocks that end at one boundary, and their numbers as arrays."""
 
-    options: tuple[Option, ...]  # run after run, the fastest of each run first
+    options: tuple[Option, ...]  # run by run, the fastest option of each run first
     starts: Ints  # first block of the run of each option
     seconds: Floats
     saved_bytes: Ints
     forward_bytes: Ints
-    backward_bytes: Ints  # with the gradients of all later blocks
+    backward_bytes: Ints  # including the gradients of all later blocks
 
 
 def ending_runs(blocks: Blocks) -> list[EndingRuns]:
@@ -136,7 +136,7 @@ def choose_options(
         keys = np.append(keys, reached[kept] + boundary * _BOUNDARY)
         starts = np.append(starts, len(saved))
     boundary = len(runs_by_end)
-    state = int(starts[boundary + 1]) - 1  # the last saves most, and so is the fastest
+    state = int(starts[boundary + 1]) - 1  # the last one saves the most, and so is the fastest
     if state < starts[boundary]:
         return None
     runs: list[Run] = []
@@ -154,7 +154,8 @@ def _improving(saved: Ints, seconds: Floats) -> Ints:
     best = np.minimum.accumulate(seconds[order])
     kept = order[np.concatenate([[True], best[1:] < best[:-1] - 1e-12])[: len(order)]]
     if len(kept) > _MAX_STATES:
-        # Of states with nearly equal bytes keep the fastest, which is the one that saves most.
+        # Among states with nearly equal bytes, keep the fastest, which is the one that saves the
+        # most.
         bins = saved[kept] * _MAX_STATES // max(int(saved[kept[-1]]), 1)
         last = np.concatenate([bins[1:] != bins[:-1], [True]])
         last[0] = True  # no state saves less
@@ -169,7 +170,7 @@ class _Local:
     problem: RematProblem  # the run's nodes, its inputs, and readers of values that others read
     positions: Ints  # place of each node among the run's nodes, -1 for the others
     segments: tuple[int, ...]  # block of each node
-    kept: Mask  # values that outlive their block where the rest is dropped
+    kept: Mask  # values that outlive their block when the rest is dropped
 
 
 def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:

@@ -27,7 +27,7 @@ from lightning_unitscale.memory.cuda_workspace import cuda_workspace_bytes
 from lightning_unitscale.memory.gpus import DEFAULT_GPU, GPU
 
 aten = torch.ops.aten
-# Assumed for an unknown size, such as a number of rows that depends on values.
+# The assumed value of an unknown size, such as a number of rows that depends on values.
 _UNKNOWN_SIZE = 4096
 _assumed_sizes: ContextVar[Mapping[Any, int]] = ContextVar("assumed_sizes")
 
@@ -130,7 +130,7 @@ def size_hint(size: Any) -> int:
 
 @contextlib.contextmanager
 def assuming_sizes(sizes: Sequence[torch.SymInt], numbers: Sequence[int]) -> Iterator[None]:
-    """Assume other numbers for symbolic sizes in this context than those of the trace."""
+    """Assume other numbers for symbolic sizes than those of the trace, within this context."""
     symbols = [size.node.expr for size in sizes]
     token = _assumed_sizes.set(dict(zip(symbols, numbers, strict=True)))
     try:
@@ -213,7 +213,7 @@ _FORMULAS = by_operator(
     }
 )
 
-# They allocate memory and do not write to it.
+# These operators allocate memory and do not write to it.
 _UNWRITTEN = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 )

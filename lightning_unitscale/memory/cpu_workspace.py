@@ -61,7 +61,7 @@ def _layer_norm_backward(args: Sequence[Any], result: Any) -> int:
 
 
 def _safe_softmax(args: Sequence[Any], result: Any) -> int:
-    """Count a mask of minus infinity, and one of rows with nothing else."""
+    """Count a mask of minus infinity, and one of rows that contain nothing else."""
     (scores, dim) = args[:2]
     count = prod(map(int, scores.shape))
     return count + count // max(1, int(scores.shape[dim]))

@@ -1,7 +1,7 @@
 """Estimate the memory that a CUDA kernel allocates while it runs.
 
 The formulas come from torch 2.13's sources, and for cuDNN's attention from cudnn-frontend 1.22's,
-which are named at each of them.
+which are named with each formula.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _convolution(gpu: GPU, args: Sequence[Any], result: Any) -> int:
 
     References:
         NVIDIA, "Convolutional Layers User's Guide", section "Tensor Layouts In Memory: NCHW vs
-        NHWC": with other layouts cuDNN transposes within the call, in its workspace. So it does
-        with FP32, whose convolutions run in TF32 by default (``torch.backends.cudnn.allow_tf32``).
+        NHWC": with other layouts cuDNN transposes within the call, in its workspace. The same holds
+        for FP32, whose convolutions run in TF32 by default (``torch.backends.cudnn.allow_tf32``).
     """
     images, weight = args[:2]
     if not _is_turned(gpu, images, weight, args[8]):
@@ -81,7 +81,7 @@ def _convolution_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
     if not _is_turned(gpu, images, weight, args[9]):
         return copied
     size = _channels_last(images) + _channels_last(weight) + _channels_last(grad)
-    # The images' gradient is ready before there is one of the weights.
+    # The images' gradient is complete before that of the weights is allocated.
     first = size - bytes_of(weight) if mask[0] and mask[1] else size
     return copied + (size if mask[1] else first if mask[0] else 0)
 
@@ -113,8 +113,8 @@ class _Tiles(NamedTuple):
     max_depth: int
 
 
-# In the order in which torch tries them. Those of 128 queries for FP32 need more shared memory than
-# GPUs of capabilities 8.6 and 8.9 have.
+# Listed in the order in which torch tries them. FP32 tiles of 128 queries need more shared memory
+# than GPUs of capabilities 8.6 and 8.9 have.
 _FP32_TILES = (_Tiles(64, 64, 32), _Tiles(64, 64, 64), _Tiles(128, 64, 128), _Tiles(128, 64, 65536))
 _FP32_SMALL_TILES = (_Tiles(64, 64, 65536),)
 _HALF_TILES = (_Tiles(64, 64, 64), _Tiles(128, 128, 128), _Tiles(128, 64, 65536))
@@ -157,7 +157,7 @@ def _key_splits(num_blocks: int, num_keys: int, tile: int) -> int:
 
 
 def _turned(tensor: Tensor) -> int:
-    """Return the bytes of a copy with the heads within each position, or 0 if it is so."""
+    """Return the bytes of a copy with the heads within each position, or 0 if it is not needed."""
     return copy_of(tensor.transpose(1, 2))
 
 

@@ -36,7 +36,7 @@ from lightning_unitscale.memory.record_operators import GraphTrace, ModuleTrace,
 from lightning_unitscale.memory.step_record import StepRecord
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
-# Attributes that are not part of a module and not copied with it: Lightning's Trainer.
+# Attributes that do not belong to a module and are not copied: Lightning's Trainer.
 _SHARED = ("_trainer", "_fabric")
 # Messages of fake tensors in torch 2.11 and 2.13.
 _MIXED_DEVICES = (
@@ -54,7 +54,7 @@ class FakeCopies:
     def __init__(self, mode: SimulatedDevice) -> None:
         self._mode = mode
         self._bases: dict[int, Tensor] = {}
-        self.fakes: dict[int, Tensor] = {}  # by the identity of the original
+        self.fakes: dict[int, Tensor] = {}  # keyed by the identity of the original
         self._alive: list[Any] = []  # keeps the originals alive, since identities are reused
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ class FakeCopies:
             fake = flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            # Not a view: autograd regenerates a view's function under a lock. A mode that observes
-            # its operators would wait for the lock forever.
+            # It must not be a view. Autograd regenerates a view's function under a lock, and a mode
+            # that observes its operators would wait for that lock forever.
             return fake.data.requires_grad_(tensor.requires_grad)
 
 
@@ -202,7 +202,7 @@ def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
 
 
 def own_loss(output: Any) -> Any:
-    """Return a step's loss, which its result may have beside others, or else the result."""
+    """Return the loss in a step's result, or the result itself if there is none."""
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return own if isinstance(own, Tensor) else output
 
@@ -252,7 +252,7 @@ def _fake_optimizer(
                 )
         groups = [[fakes[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         fake = optimizer_for(optimizer, groups)
-        # Some have state before the first step.
+        # Some optimizers have state before the first step.
         for param, state in optimizer.state.items():
             fake.state[fakes[id(param)]] = _fake_state(state, device)
     else:
@@ -283,7 +283,7 @@ def optimizer_for(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optim
 
 
 def make_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Let an optimizer of fake parameters make the state that it has after its first step."""
+    """Let an optimizer of fake parameters create the state that it has after its first step."""
     for group in optimizer.param_groups:
         # On a GPU torch uses the implementation over lists of tensors, which has other temporaries.
         # It does not choose it for fake tensors, nor for shards.

@@ -1,8 +1,8 @@
-"""Choose the attention kernel that torch takes on a GPU, and run it on fake tensors.
+"""Choose the same attention kernel as torch on a GPU, and run it on fake tensors.
 
 The conditions are those of torch 2.13's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``
 and ``sdp_utils_cpp.h``, for dense tensors and the default switches of ``torch.backends.cuda``. They
-are asked in torch's order: cuDNN on Hopper and Blackwell data-centre GPUs, flash, the
+are checked in torch's order: cuDNN on Hopper and Blackwell data-centre GPUs, flash, the
 memory-efficient kernel, and matmuls.
 """
 
@@ -27,7 +27,7 @@ _CUDNN_ALIGNMENT = 8
 _FLASH_ALIGNMENT = 8
 # Rows of a mask are padded to a multiple of this for the memory-efficient kernel.
 _MASK_ALIGNMENT = 16
-# Bits that a tensor core reads at once, in which the memory-efficient kernel's heads are aligned.
+# Bits that a tensor core reads at once. The memory-efficient kernel's heads are aligned to them.
 _ALIGNED_BITS = 128
 _MAX_BATCH = 65535
 
@@ -52,7 +52,7 @@ class _Inputs(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Check that numbers of a row are beside each other, also in a mask."""
+        """Check that the numbers of a row are adjacent in memory, also in a mask."""
         mask = () if self.mask is None else (self.mask,)
         rows = (self.query, self.key, self.value, *mask)
         return all(tensor.shape[-1] == 1 or tensor.stride(-1) == 1 for tensor in rows)
@@ -64,7 +64,7 @@ class _Inputs(NamedTuple):
 
     @property
     def is_fusible(self) -> bool:
-        """Check what all fused kernels need: four dimensions, one type, fitting batches, heads."""
+        """Check the needs of all fused kernels: four dimensions, one type, equal batches."""
         query, key, value = self.query, self.key, self.value
         if not query.dim() == key.dim() == value.dim() == 4:
             return False
@@ -89,7 +89,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the kernel that torch takes for ``scaled_dot_product_attention`` on a GPU."""
+    """Run the kernel that torch chooses for ``scaled_dot_product_attention`` on a GPU."""
     if torch.is_autocast_enabled("cpu"):  # the simulated one; see ``simulating``
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))

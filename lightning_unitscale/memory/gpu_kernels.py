@@ -131,7 +131,7 @@ def _call_on_gpu(
 
 
 def _lacks_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Check that a function of a 16-bit tensor was not told the type of its result."""
+    """Check that a function of a 16-bit tensor was called without the type of its result."""
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return False
     return _is_half(args[0] if args else kwargs.get("input"))

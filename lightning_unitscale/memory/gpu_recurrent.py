@@ -43,7 +43,7 @@ class _Layers(NamedTuple):
     num_positions: int  # of all sequences together
 
     def reserve_bytes(self, item_bytes: int, dropout: float) -> int:
-        """Return the bytes that wait for the backward pass; see the top of this file."""
+        """Return the bytes kept for the backward pass. See the top of this file."""
         vectors = self.num_positions * self.num_directions
         output_size = self.proj_size or self.hidden_size
         handed_on = (self.num_layers - 1) * vectors * output_size
@@ -131,7 +131,7 @@ def _recurrent(mode: int) -> Callable[..., Any]:
     """Return a function in place of ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
 
     def run(input: Tensor, *args: Any) -> Any:
-        if isinstance(args[2], (list, tuple)):  # the weights, after the sizes of a packed batch
+        if isinstance(args[2], (list, tuple)):  # the weights come after the sizes of a packed batch
             batch_sizes, hx, weights, _, num_layers, dropout, train, both = args
             batch_first, sizes = False, [int(size) for size in _values(batch_sizes, input)]
         else:
@@ -162,7 +162,7 @@ def _recurrent(mode: int) -> Callable[..., Any]:
 
 
 def _values(batch_sizes: Tensor, input: Tensor) -> list[int]:
-    """Return the sizes of a packed batch, whose values a fake tensor lacks: one long step."""
+    """Return the sizes of a packed batch as one long step. A fake tensor lacks their values."""
     steps = int(batch_sizes.shape[0])
     per_step = ceil(int(input.shape[0]) / steps)
     return [per_step] * steps

@@ -27,7 +27,7 @@ _WELFORD_BYTES = 16
 
 class _Dim(NamedTuple):
     size: int
-    stride: int  # of the input
+    stride: int  # in the input
 
 
 def reduction_bytes(gpu: GPU, tensor: Tensor, dims: Sequence[int], partial_bytes: int = 0) -> int:
@@ -35,7 +35,7 @@ def reduction_bytes(gpu: GPU, tensor: Tensor, dims: Sequence[int], partial_bytes
 
     Args:
         gpu: The GPU, whose number of threads decides how far a sum is split.
-        tensor: What is reduced.
+        tensor: The tensor that is reduced.
         dims: The dimensions that are reduced, or none for all.
         partial_bytes: Bytes of a partial result, by default those of FP32 for 16-bit types.
     """

@@ -290,7 +290,7 @@ class BatchFit:
     optimizer at small batches to the backward pass at large ones.
     """
 
-    fixed_bytes: tuple[float, ...] = field(repr=False)  # of each moment at batch size 0
+    fixed_bytes: tuple[float, ...] = field(repr=False)  # bytes of each moment at batch size 0
     bytes_per_sample: tuple[float, ...] = field(repr=False)
 
     def peak_bytes(self, batch_size: int) -> int:
@@ -331,7 +331,7 @@ def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], i
         size = min(size - 1, int(size * budget_bytes / peak))
     if size == 0 or abs(peak - lines.peak_bytes(size)) <= 1:
         return size
-    # The blocks of a GPU's allocator grow by leaps, so a larger batch may fit as well.
+    # The blocks of a GPU's allocator grow in steps, so a larger batch may fit as well.
     step = max(1, int(size * (budget_bytes - peak) / peak))
     while peak_at(size + step) <= budget_bytes:
         size, step = size + step, 2 * step

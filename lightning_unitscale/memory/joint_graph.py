@@ -26,16 +26,16 @@ from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProbl
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-# State of a generator that a replayed operation starts from: a CPU's Mersenne twister.
+# Bytes of a generator's state, from which a replayed operation starts: a CPU's Mersenne twister.
 _RNG_STATE_BYTES = 5056
 # A smaller result is saved instead of its generator's state.
 _REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
-# In the names of placeholders of the backward pass only.
+# Part of the names of placeholders that only the backward pass reads.
 _BACKWARD_INPUTS = ("tangents", "bwd_seed", "bwd_base_offset")
 # Operators that depend only on their arguments, unlike collectives. Our own operators that must not
 # run again are marked in their nodes' ``recompute``.
 _PURE_NAMESPACES = ("aten", "prims", "prim", "lightning_unitscale")
-# Threads add to one place atomically, so the order of the sum differs from run to run.
+# Threads add to one element atomically, so the order of the sum differs from run to run.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
 
 
@@ -191,7 +191,7 @@ class JointGraphReader:
         for j in self.inputs[i]:
             if self.bases[j][0] != j if is_item else mine <= self.storages[j]:
                 return j
-        # In rewritten graphs no node may have the storage of an example any more.
+        # In a rewritten graph, possibly no node has the storage of an example any more.
         if is_view(node) and node.args and isinstance(node.args[0], fx.Node):
             return self.index[node.args[0]]
         return None
@@ -201,7 +201,7 @@ class JointGraphReader:
         if not isinstance(value, Tensor):
             return 0
         if self.cost_model.fused and node.users and all(map(is_fusible, (node, *node.users))):
-            return 0  # it stays in registers
+            return 0  # the value stays in registers
         try:
             return size_hint(value.untyped_storage().nbytes())
         except (NotImplementedError, RuntimeError):
@@ -299,7 +299,7 @@ def _storages(value: Any) -> frozenset[int]:
 
 
 def _untaken_bytes(node: fx.Node) -> int:
-    """Return the bytes of an operator's outputs that are not read, if it has several."""
+    """Return the bytes of the unread outputs of an operator with several."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)):
         return 0

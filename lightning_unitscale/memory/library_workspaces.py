@@ -62,7 +62,7 @@ class KeptWorkspaces:
         self._first_uses: dict[Workspace, int] = {}
 
     def note(self, function: Any, args: Sequence[Any], record: StepRecord) -> None:
-        """Note the workspaces of the operator that a record ends with."""
+        """Note the workspaces of the last operator of a record."""
         packet = getattr(function, "overloadpacket", function)
         index = len(record.operators) - 1
         if self._gpu is not None and packet is aten._cudnn_rnn and args[12] and args[11] > 0:

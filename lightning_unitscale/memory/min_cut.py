@@ -114,7 +114,7 @@ class CutNetwork:
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints, int]:
-        """Return the edges' starts and ends, and how many follow those that cost time or bytes."""
+        """Return the starts and ends of the edges, and the number of edges that cannot be cut."""
         problem, kept = self.problem, self._kept
         number = np.full(len(problem), -1, dtype=np.int64)
         number[kept] = np.arange(len(kept))

@@ -101,7 +101,7 @@ def idle_values(
     base, num_forward = problem.base, timeline.num_forward
     can_move = saved & problem.can_offload & (problem.region == NodeRegion.FORWARD)
     can_move &= base == np.arange(len(problem))
-    # What the caller gets stays in the device's memory anyway.
+    # Values that the caller gets stay in the device's memory anyway.
     can_move[base[[*problem.forward_outputs, *problem.backward_outputs]]] = False
     nodes = timeline.nodes
     readers, read = problem.reads(nodes)

@@ -60,8 +60,8 @@ from lightning_unitscale.memory.schedule import input_bytes, lazy_order
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 # Factors by which sizes may outgrow the planned ones. The largest that fits is used.
 _FACTORS = (8.0, 4.0, 2.0, 1.5, 1.25, 1.1)
-# In the meta of a backward graph's nodes, whose names change if they run several times: their place
-# in the joint graph.
+# Key in the meta of a backward graph's nodes: their place in the joint graph. Their names change if
+# they run several times.
 _NUMBER = "lightning_unitscale.joint_number"
 _SET = torch.ops.aten.set_.source_Tensor
 
@@ -185,7 +185,7 @@ class RematPartitioner(CustomPartitionerFn):
         # The tensors behind inputs of the graph that is planned, as far as they are known.
         self.inputs: dict[str, Tensor] = {}
         self.planning_seconds = 0.0
-        # For messages: the losses of an uncaptured step, and the reason why nothing is planned.
+        # For messages: what an uncaptured step loses, and why nothing is planned.
         self.loss_without_plan = f", and without a plan: budget={budget!r} may not hold"
         self.given_up = ""
 
@@ -283,7 +283,7 @@ class RematPartitioner(CustomPartitionerFn):
         return f"remat-{PLANNER_VERSION}-{self.budget!r}-{self.cost_model!r}-{self.offload!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RematPartitioner:
-        return self  # it keeps no state of a module
+        return self  # it has no state of a module
 
     def __reduce__(self) -> Any:
         # Inductor pickles its settings, and so this object, into the key of its cache.

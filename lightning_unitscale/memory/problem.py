@@ -21,7 +21,7 @@ class NodeRegion(enum.IntEnum):
 
     INPUT = 0  # always alive: parameters, buffers, batch, tangents
     FORWARD = 1  # from the inputs alone, so in the forward and again in the backward pass
-    BACKWARD = 2  # needs a tangent, or must run in the backward pass
+    BACKWARD = 2  # depends on a tangent, or must run in the backward pass
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RematNode:
     """One node of the joint graph."""
 
     name: str
-    kind: str  # its operator, for reports and to recognize equal blocks
+    kind: str  # its operator, for reports and for comparing blocks
     inputs: tuple[int, ...]  # the nodes it reads, each before its own index
     region: NodeRegion
     base: int  # the node whose storage its tensor lies in: itself unless it is a view
@@ -193,7 +193,7 @@ def wanted(problem: RematProblem) -> Mask:
 
 def leading_to(roots: Iterable[int], inputs: Sequence[Sequence[int]], stops: Mask) -> Mask:
     """Return the roots and their ancestors. The search ends before ``stops``."""
-    # Lists: a step of this loop is too small for numpy.
+    # This loop uses lists, because each step is too small for numpy.
     is_seen: list[bool] = stops.tolist()
     found: list[int] = []
     pending = list(roots)

@@ -157,7 +157,7 @@ def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figur
 
 
 T = TypeVar("T")
-VERSION = 5  # of profiles as JSON
+VERSION = 5  # version of profiles as JSON
 
 
 def load(text: str, kind: type[T]) -> T:

@@ -106,7 +106,8 @@ def profile_graph(
 class MetaInfoProp:
     """Interpreter that runs a graph on fake tensors and gives each of its nodes its costs.
 
-    It takes graphs of torch functions, such as ``fx.symbolic_trace`` and Dynamo make, and of ATen.
+    It takes graphs of torch functions, such as those of ``fx.symbolic_trace`` and Dynamo, and ATen
+    graphs.
 
     Args:
         graph_module: The graph. Only ``meta["node_costs"]`` of its nodes is written.

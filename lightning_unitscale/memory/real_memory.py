@@ -29,7 +29,7 @@ _MARK = "lightning_unitscale.peak_meter"
 
 
 def storages_of(values: Any) -> dict[int, int]:
-    """Return the storages and bytes of all tensors in a nested value. Shards count this rank's."""
+    """Return the storages and bytes of all tensors in a nested value, on this rank only."""
     storages = (
         part.untyped_storage()
         for tensor in tensors_in(values)
@@ -125,7 +125,7 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
 
 
 class PeakMeter:
-    """Meter of the most bytes alive at once between :meth:`mark` and :meth:`stop`.
+    """Measures the most bytes alive at once between :meth:`mark` and :meth:`stop`.
 
     On a GPU that is the allocator's own maximum. A CPU's allocator keeps none, so its events are
     recorded and summed up. They lack the release of tensors from before :meth:`start`. So start one
@@ -148,8 +148,8 @@ class PeakMeter:
     def start(self) -> None:
         """Start to record."""
         if self.device.type == "cpu":
-            gc.collect()  # else garbage of an earlier recorded step is freed within this one
-            # torch.profiler's own also makes a tree of the events, which takes longer than the step
+            gc.collect()  # otherwise garbage of an earlier recorded step is freed within this one
+            # torch.profiler would also build a tree of the events, which takes longer than the step
             self._profile = torch.autograd.profiler.profile(profile_memory=True)
             self._profile.__enter__()
 

@@ -56,7 +56,7 @@ _NODE, _TASK = "lightning_unitscale_node", "lightning_unitscale_task"
 # FSDP's operator whose second argument is the buffer that a layer's parameters are gathered in.
 _GATHERING = "fsdp.all_gather_copy_in.default"
 _CALLS = frozenset({"call_function", "call_method", "call_module"})
-# Python's names of functions if the tensor is on the right. A graph has the function itself.
+# Python's names of functions with the tensor on the right. A graph has the function itself.
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", "rpow": "pow",
               "rtruediv": "truediv", "rdiv": "truediv", "rfloordiv": "floordiv",
               "rmod": "mod"}  # fmt: skip
@@ -87,7 +87,7 @@ class StorageRecorder(OperatorMode):
         self.phase: Phase = "forward"
         # Index of the running forward node, and of the last node of the user's code.
         self.node = self.last_node = OUTSIDE
-        self.running = ""  # name of the last node that was begun
+        self.running = ""  # name of the last node
         self.record = StepRecord(device.type, gpu=gpu)
         # The present size of each storage, and the task of the backward pass that allocated it.
         self._sizes: list[int] = []
@@ -103,7 +103,8 @@ class StorageRecorder(OperatorMode):
     @override
     def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if is_distributed(types):
-            # This is called again with the shards. The engine sums such gradients into new tensors.
+            # This is called again with the shards. The engine sums their gradients into new
+            # tensors.
             self._sums_anew = func
             return NotImplemented
         if self._is_paused:
@@ -217,7 +218,7 @@ class StorageRecorder(OperatorMode):
 
         The engine adds gradients in place if the older one has no other reference and is not a
         view. It never does so for a tensor subclass, such as fake tensors. A sum within one
-        autograd function belongs to its formula.
+        autograd function is part of its formula.
         """
         if not is_new or len(inputs) < 2:
             return
@@ -230,7 +231,7 @@ class StorageRecorder(OperatorMode):
     # -- autograd
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Record that autograd saves ``tensor`` for the backward pass, as a hook of it."""
+        """Record that autograd saves ``tensor`` for the backward pass, as its hook."""
         index = self.storage_of(plain_tensor(tensor))
         if index != OUTSIDE and self.phase == "forward":
             # An autograd function of the user saves after its last node.

@@ -160,7 +160,7 @@ class StepPartitioner(RematPartitioner):
         """Start a step, which all later captures belong to until the next call."""
         self._breaks_before = num_graph_breaks()
         self._kept_bytes = self._static_bytes = 0
-        # Bytes that earlier graphs of the step were given and keep, by storage.
+        # Bytes of inputs that earlier graphs of the step keep, by storage.
         self._held: dict[int, int] = {}
         self._has_planned = False
         self.begin_variant(0)
@@ -174,7 +174,7 @@ class StepPartitioner(RematPartitioner):
             self._kept_bytes, self._static_bytes, self._held = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
-        """Return one for the copied module, which its callback does not know."""
+        """Return a planner for the copied module, which the callback does not know."""
         module = memo.get(id(self._module), self._module)
         return StepPartitioner(self.budget, module, offload=self.offload)
 
@@ -281,7 +281,7 @@ class StepPartitioner(RematPartitioner):
             later = max(0, gradient_bytes(self._module) - self._static_bytes)
             always, forward = always + later, forward - later
         if breaks or self._held:
-            stepping = 0  # the parts of a step are not alive together in the optimizer's
+            stepping = 0  # the parts of a step are not alive together in the optimizer's step
         return always + max(0, module_bytes(self._module) - static_bytes), forward, stepping
 
     def _refuse_parts(self, error: BudgetError) -> None:
@@ -344,7 +344,7 @@ def remat(
     partitioner = StepPartitioner(budget, new, offload=offload)
     steps = capture(new, "remat")
     steps.partition_by(partitioner)
-    # A copy of the module shows its own, since methods are copied with their objects.
+    # A copy of the module shows its own plans, since methods are copied with their objects.
     new.__dict__["remat_table"] = partitioner.table
     new.__dict__["remat_reports"] = partitioner.reports_so_far
     return new

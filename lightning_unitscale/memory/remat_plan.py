@@ -1,4 +1,4 @@
-"""A plan of a joint graph: what is kept, moved to the host and recomputed, and what it costs."""
+"""Describe a plan of a joint graph: kept, offloaded and recomputed values, and its costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_unitscale.memory.offload import Move, moved_bytes
 from lightning_unitscale.memory.problem import Floats, Ints, Mask, NodeRegion, RematProblem
 from lightning_unitscale.memory.schedule import BackwardOrder, PlanTimeline
 
-# Changes whenever the same problem may get another plan.
+# Increased whenever the same problem may get another plan.
 PLANNER_VERSION = 4
 
 
@@ -50,7 +50,7 @@ class RematPlan:
 
     @cached_property
     def again(self) -> Ints:
-        """Return the nodes that run a second time, once for each time."""
+        """Return the nodes that run again, once for each additional run."""
         return self.order.again(self.problem)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Simulate the memory that CUDA's caching allocator takes: segments, cut into blocks.
 
-The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream. Of
-``PYTORCH_ALLOC_CONF`` only ``expandable_segments:True`` is followed.
+The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream. Only
+``expandable_segments:True`` of ``PYTORCH_ALLOC_CONF`` is supported.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CachingAllocator:
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
-        self._ends = [_SEGMENT_DISTANCE, 0]  # of the segments that grow
+        self._ends = [_SEGMENT_DISTANCE, 0]  # bytes of the segments that grow
         self.reserved_bytes = self.allocated_bytes = self.max_allocated_bytes = 0
         self._num_segments = 0
         # Free blocks of the large and of the small pool, by size and then by address.
@@ -126,7 +126,7 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class AllocatorPeak:
-    """The most that a step takes of a GPU, in an otherwise empty allocator.
+    """Peak memory of a step on a GPU, in an otherwise empty allocator.
 
     Attributes:
         reserved_bytes: Segments, as ``torch.cuda.max_memory_reserved()`` counts them.
@@ -145,11 +145,11 @@ def has_expandable_segments() -> bool:
 
 
 def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, BlockSizes]:
-    """Let the caching allocator serve some steps, which leave it in parts.
+    """Let the caching allocator serve some steps, which fragment it.
 
-    Before the first one there are parameters, buffers and inputs. The first one makes the
-    optimizer's state and the workspaces of libraries. What a step leaves, such as gradients, is
-    freed before the next one. A kernel's workspace exists while it runs.
+    Parameters, buffers and inputs exist before the first step. The first step creates the
+    optimizer's state and the workspaces of libraries. Tensors that a step leaves, such as
+    gradients, are freed before the next one. A kernel's workspace exists while the kernel runs.
 
     Returns:
         The peak, and the sizes of the last step's blocks.
@@ -179,7 +179,7 @@ class _Blocks:
 
     def __init__(self, record: StepRecord) -> None:
         self.allocator = CachingAllocator(expandable=has_expandable_segments())
-        self.changes = [0] * len(record.events)  # in bytes of blocks, by the position of the event
+        self.changes = [0] * len(record.events)  # bytes of blocks, by the position of the event
         self.workspaces = [0] * len(record.operators)
         self._record = record
         self._held: dict[int, Block] = {}
@@ -210,7 +210,7 @@ class _Blocks:
         self.allocator.free(block)
 
     def free_all_but(self, kept: Container[int]) -> None:
-        """Free what a step has left."""
+        """Free the tensors that a step has left."""
         for storage in [storage for storage in self._held if storage not in kept]:
             self.allocator.free(self._held.pop(storage))
             self._sizes[storage] = 0

@@ -32,7 +32,7 @@ class BackwardOrder:
     sources: Ints
 
     def again(self, problem: RematProblem) -> Ints:
-        """Return the nodes that run a second time, once for each time."""
+        """Return the nodes that run again, once for each additional run."""
         nodes = self.nodes
         return nodes[(problem.region[nodes] == NodeRegion.FORWARD) & problem.in_forward[nodes]]
 
@@ -82,7 +82,7 @@ def lazy_order(
                 if kept is not None:
                     dropped += [node for node in needed if node != anchor and not kept[node]]
                 break
-        else:  # most anchors need nothing, and this loop runs for each plan
+        else:  # most anchors need no other node, and this loop runs for each plan
             if not is_there[anchor]:
                 is_there[anchor] = True
                 nodes.append(anchor)
@@ -192,7 +192,7 @@ def simulate_plan(
     kept = storage[made[saved & (made >= 0)]]
     last[kept] = np.maximum(last[kept], num_forward - 1)
     final = made.copy()
-    final[order.nodes] = executions[num_forward:]  # of several executions the last
+    final[order.nodes] = executions[num_forward:]  # the last of several executions
     returned = np.concatenate(
         [made[list(problem.forward_outputs)], final[list(problem.backward_outputs)]]
     )
@@ -206,7 +206,7 @@ def simulate_plan(
     changes = np.zeros(len(nodes) + 2, dtype=np.int64)
     np.add.at(changes, allocated_at, allocated)
     np.add.at(changes, last + 1, -allocated)
-    # While it replays, an operation puts the generator's present state aside.
+    # A replayed operation saves the generator's present state meanwhile.
     state = np.zeros(len(problem), dtype=np.int64)
     replayed = problem.replayed(saved)
     state[replayed] = problem.replay_bytes[replayed]

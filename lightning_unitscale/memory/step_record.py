@@ -28,7 +28,7 @@ Kind = Literal[
     "temporary",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# They exist, or are gathered again, with or without the backward pass.
+# These exist, or are gathered again, with or without the backward pass.
 ALWAYS_THERE = ("parameter", "buffer", "unsharded", "library")
 
 OUTSIDE = -1  # index for no node or no operator
@@ -38,7 +38,7 @@ OUTSIDE = -1  # index for no node or no operator
 class StorageLife:
     """One storage, from its allocation to its release."""
 
-    num_bytes: int  # of the whole storage, at its largest
+    num_bytes: int  # of the whole storage, at its largest size
     kind: Kind = "temporary"
     node: int = OUTSIDE  # the forward node that allocated it, in its forward or its backward
     born: int = OUTSIDE  # the operator that allocated it, or OUTSIDE if it existed before
@@ -158,13 +158,13 @@ class StepRecord:
     events: list[Event] = field(default_factory=list)
     # Each storage that autograd kept, maybe repeatedly, and the node that saved it, in order.
     saved: list[tuple[int, int]] = field(default_factory=list)
-    # Operators before which the first step made storages that later ones find: an optimizer's state
-    # and the workspaces of libraries.
+    # Operators before which the first step allocated storages that later steps reuse: an
+    # optimizer's state and the workspaces of libraries.
     made_at: dict[int, int] = field(default_factory=dict)
     gpu: GPU | None = None  # the simulated GPU, if it is one
 
     def note_optimizer(self) -> None:
-        """Note that the optimizer makes its state at its first operator."""
+        """Note that the optimizer creates its state at its first operator."""
         states = (index for index, life in enumerate(self.storages) if life.kind == "optimizer")
         phases = [call.phase for call in self.operators]
         if "optimizer" in phases:
@@ -217,14 +217,14 @@ class Peak:
 
 
 class BlockSizes(NamedTuple):
-    """Bytes that an allocator hands out for a step, which exceed those that it is asked for."""
+    """Bytes that an allocator hands out for a step, which exceed the requested bytes."""
 
     changes: tuple[int, ...]  # of each event
     workspaces: tuple[int, ...]  # of each operator
 
     @staticmethod
     def asked_for(record: StepRecord) -> BlockSizes:
-        """Return the bytes that a step asks for, rounded to the smallest block of the device."""
+        """Return the bytes that a step requests, rounded to the smallest block of the device."""
         sizes: Counter[int] = Counter()
         changes = []
         for storage, change, _ in record.events:
@@ -248,7 +248,7 @@ def memory_timeline(
     ends = record.event_ends()
     # The last moment within each operator at which the most is alive.
     moments = [end - int(live[start : end + 1][::-1].argmax()) for start, end in pairwise(ends)]
-    # A kernel's workspace comes on top of its results.
+    # A kernel's workspace is alive in addition to its results.
     workspaces = blocks.workspaces
     tops = live[moments] + np.array(workspaces, dtype=np.int64)
     timeline = MemoryTimeline(
@@ -324,7 +324,7 @@ def node_costs(record: StepRecord) -> tuple[NodeCosts, ...]:
         saved_first = {one for one in first if storages[one].kind not in ALWAYS_THERE}
         allocated, grads = born["forward", index], born["backward", index]
         last = backward[-1] if backward else OUTSIDE
-        # Storages that outlive the node's last operator are handed on. The rest is temporary.
+        # Storages that outlive the node's last operator are passed on. The rest is temporary.
         handed_on = {grad for grad in grads if released.get(grad, last + 1) > last}
         of_parameters = {grad for grad in grads if storages[grad].kind == "gradient"}
         read = zip(node.names.inputs, node.input_storages, strict=True)

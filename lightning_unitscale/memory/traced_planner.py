@@ -38,7 +38,7 @@ from lightning_unitscale.memory.gpus import parse_device
 from lightning_unitscale.memory.joint_graph import JointGraphReader, is_mutable
 from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProblem
 
-# The reader of joint graphs takes an input of this name for a gradient from outside.
+# The reader of joint graphs treats an input of this name as a gradient from outside.
 _TANGENT = "tangents"
 
 
@@ -57,7 +57,7 @@ class _Tracer(OperatorMode):
         return node
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """Return the node of a tensor. One from before the trace is a constant."""
+        """Return the node of a tensor. A tensor from before the trace is a constant."""
         return self._nodes[tensor] if tensor in self._nodes else self.input(tensor, "constant")
 
     @override
@@ -180,7 +180,7 @@ def out_of_place(problem: RematProblem, writes: Sequence[bool]) -> RematProblem:
 
     AOTAutograd rewrites graphs like this before they are planned. Writes into inputs stay.
     """
-    newest: dict[int, int] = {}  # by the storage as traced: the node with its present value
+    newest: dict[int, int] = {}  # the node with the present value of each traced storage
     nodes: list[RematNode] = []
 
     def present(index: int) -> int:
@@ -226,9 +226,9 @@ def loss_of(output: Any, module: nn.Module) -> Tensor:
 
 
 def at_batch(low: RematProblem, high: RematProblem, sizes: tuple[int, int], size: int) -> Any:
-    """Return the joint graph at another batch size, on the lines through two; else ``None``.
+    """Return the joint graph at another batch size, interpolated between two, or ``None``.
 
-    There are lines only if both graphs have the same operators.
+    This is possible only if both graphs have the same operators.
     """
     if len(low) != len(high):
         return None

@@ -1,1 +1,1 @@
-"""Watching a step while it runs: every result by its module and torch's own word for it."""
+"""Watch a step while it runs, and name each result by its module and its operation."""

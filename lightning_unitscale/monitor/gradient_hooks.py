@@ -17,7 +17,7 @@ from lightning_unitscale.patching import nothing
 
 
 class _GradientHook:
-    """Measures the gradient that arrives at one output of a node."""
+    """A hook that measures the gradient of one output of a node."""
 
     __slots__ = ("_before", "_index", "_measuring", "_row")
 
@@ -27,9 +27,9 @@ class _GradientHook:
         self._measuring, self._row, self._index, self._before = measuring, row, index, before
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Measure it, if it has come and has statistics."""
+        """Measure the gradient, if it has arrived and has statistics."""
         gradient = gradients[self._index]
-        # A backward pass that is itself differentiated is a part of the step's forward pass.
+        # A backward pass that is itself differentiated belongs to the step's forward pass.
         if gradient is None or torch.is_grad_enabled():
             return
         if is_readable(gradient) or gradient.is_sparse:
@@ -46,7 +46,7 @@ class Gradients:
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring
         self.hooks: list[RemovableHandle] = []
-        # A parameter does not keep its node alive, only the graphs that have read it do.
+        # A parameter does not keep its node alive. Only the graphs that have read it do.
         self._leaf_nodes: dict[int, Any] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
@@ -58,7 +58,7 @@ class Gradients:
             for leaf in parameters:
                 if leaf.requires_grad and not is_lazy(leaf) and is_readable(leaf):
                     node: Any = leaf.grad_fn
-                    if node is None:  # as get_gradient_edge() finds it
+                    if node is None:  # the way get_gradient_edge() finds it
                         node = leaf.view_as(leaf).grad_fn
                         node = node.next_functions[0][0]
                     self._leaf_nodes[id(leaf)] = node

@@ -35,10 +35,10 @@ from lightning_unitscale.monitor.torch_state import OPERATORS, PLAIN_TYPES, unse
 class GradientPath:
     """The path of a gradient to a tensor that takes no part in the backward pass."""
 
-    tensor: Tensor  # what stands for it in the second graph
-    version: int  # how often it had been written into then
-    parents: tuple[GradientPath, ...] = ()  # those that it was computed from
-    is_lost: bool = False  # whether something has read it whose gradient is not known
+    tensor: Tensor  # its stand-in in the second graph
+    version: int  # number of writes into it at that time
+    parents: tuple[GradientPath, ...] = ()  # the paths of its inputs
+    is_lost: bool = False  # whether a function with an unknown gradient has read it
 
     def lose(self) -> None:
         """Mark its gradient, and the gradients of its inputs, as incomplete."""
@@ -58,7 +58,7 @@ class InputGradients:
         self._paths: Any = WeakIdKeyDictionary()
         # Tensors that were read before they had a path.
         self._lost: Any = WeakIdKeyDictionary()
-        # By the number of the backward pass: one may fail before its end.
+        # Keyed by the number of the backward pass, because a pass may fail before its end.
         self._arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -73,7 +73,7 @@ class InputGradients:
         """Return the path of a tensor, if it has one."""
         path: GradientPath | None = self._paths.get(tensor)
         if path is not None and path.version != version_of(tensor):
-            path.lose()  # written into, through a view perhaps
+            path.lose()  # written into, perhaps through a view
             del self._paths[tensor]
             return None
         return path
@@ -93,7 +93,7 @@ class InputGradients:
         tensors = tensors_in((args, kwargs))
         paths = {id(t): path for t in tensors if (path := self.path_of(t)) is not None}
         if not torch.is_grad_enabled():
-            # An autograd function has a derivative of its own.
+            # An autograd function defines its own derivative.
             if any(function_call(frame) is not None for frame in frames()):
                 self.lose(tensors)
             return None
@@ -101,7 +101,7 @@ class InputGradients:
             return None
         beside = _Beside(tuple(dict.fromkeys(paths.values())), tensors)
         is_torch = not isinstance(function, FunctionType) or function.__module__.startswith("torch")
-        # An operator of the user's may have effects.
+        # A user's own operator may have side effects.
         if is_torch and not isinstance(function, OPERATORS) and all(map(_is_plain, tensors)):
             # Some arguments, such as the class weights of a loss, may have no gradient.
             for without in (None, *beside.parents):
@@ -128,7 +128,7 @@ class InputGradients:
             twins = [None] * (len(results) + len(written))
         for tensor, twin in zip((*results, *written), twins, strict=True):
             if twin is None or not twin.requires_grad:
-                # A result without a derivative, such as an index, loses none.
+                # A result without a derivative, such as an index, loses no gradient.
                 if twin is None and (tensor.is_floating_point() or tensor.is_complex()):
                     for parent in beside.parents:
                         parent.lose()
@@ -211,7 +211,7 @@ class _Beside:
                 if path is not None:
                     new = _Value.apply(path.tensor, new)
                 elif value is first or not isinstance(value, nn.Parameter):
-                    new = new.clone()  # it may be written
+                    new = new.clone()  # it may be written into
                 self.twins[id(value)] = new
             return self.twins[id(value)]
 
@@ -223,7 +223,8 @@ class _Beside:
         sources = [source for node in made for source, _ in node.next_functions]
         begin = {tensor.grad_fn for tensor in self.twins.values()}
         if not made.isdisjoint(autograd_operations(sources, begin)):
-            # The step has the whole gradient of one result, with what came to it through another.
+            # The step has the total gradient of a result, including the part that arrived through
+            # another result.
             raise ValueError("one result was computed from another")
         for tensor in (*self.results, *self.twins.values()):
             leave_graph(tensor.grad_fn)
@@ -247,8 +248,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Within this context nothing of the step's is seen, asked or warned."""
-    # A checkpoint counts what is saved. Detached, a result does not keep itself.
+    """Hide the computations of this context from the step's modes, hooks and warnings."""
+    # A checkpoint counts saved tensors, so these are not shown to it. A detached tensor does not
+    # keep itself alive.
     kept = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
     with unseen(), torch.enable_grad(), kept, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,7 +1,6 @@
 """Name the tensors of a step by the module that computes them and torch's name of the operation.
 
-Python's frames show which module that is. So the modules need no hooks that would have to be
-removed.
+Python's frames show the module, so the modules need no hooks.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _BACKWARD = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__c
 class Caller:
     """The place in a step where a torch function is called."""
 
-    path: str  # of the innermost module; empty for the root
+    path: str  # path of the innermost module; empty for the root
     # The reentrant checkpoints around the call, innermost first, by identity.
     checkpoints: tuple[int, ...] = ()
     # The reentrant checkpoint that recomputes the call, for its gradients.
@@ -63,7 +62,7 @@ class Callers:
         self._callers: dict[str, Caller] = {}
         self.top = top
         self._ignored = frozenset(ignored)
-        # By identity: the hash of code takes ten times as long.
+        # Keyed by identity, because hashing code takes ten times as long.
         self._noted = frozenset(map(id, (top, *_NOTED, *self._ignored)))
 
     def find(self, frame: FrameType | None) -> Caller | None:
@@ -91,16 +90,17 @@ class Callers:
             elif code is _CHECKPOINT_AGAIN:
                 return Caller(path or "", tuple(checkpoints), id(frame.f_locals["ctx"]))
             elif code in _BACKWARD:
-                # Autograd functions in Python, and checkpoints that keep their first results.
+                # These run autograd functions in Python, and checkpoints that keep their first
+                # results.
                 return None
-            elif not _is_below_closure(first, frame):  # it is ignored
+            elif not _is_below_closure(first, frame):  # the frame is ignored
                 return None
             frame = frame.f_back
         return None
 
 
 def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
-    """Return whether ``frame`` runs for a function that ``outer`` was given to call."""
+    """Check whether ``frame`` runs for a function that ``outer`` was given to call."""
     scope = outer.f_locals
     arguments = (scope.get("closure"), *scope.get("args", ()), *scope.get("kwargs", {}).values())
     closures = {code for code in map(_code_of, arguments) if code is not None}
@@ -121,8 +121,8 @@ def _code_of(value: Any) -> CodeType | None:
     return code
 
 
-# Python's operators reach torch as methods; a captured graph, and so the names of its tensors, has
-# the operators.
+# Python's operators reach torch as methods. A captured graph, and so the names of its tensors,
+# contains the operators.
 _OPERATORS: dict[Any, str] = {
     Tensor.div: "truediv",
     Tensor.remainder: "mod",
@@ -138,7 +138,7 @@ _CASTS = frozenset(
 )  # fmt: skip
 # Their result is a view or a cast of the argument, and shares its row.
 ALIASES = WHOLE_VIEWS | _CASTS
-# Called often; none returns a tensor of the step.
+# These are called often, and none returns a tensor of the step.
 _ANSWERS = frozenset(
     {"size", "dim", "item", "len", "bool", "numel", "stride", "is_floating_point", "is_complex",
      "tolist", "format", "repr", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
@@ -153,7 +153,7 @@ def full_name(path: str, word: str) -> str:
     return f"{path}.{word}" if path else word
 
 
-# Descriptions of torch's own functions, which exist as long as torch does.
+# Cached descriptions of torch's own functions, which are never freed.
 _DESCRIBED: dict[Any, tuple[str, bool]] = {}
 
 
@@ -163,10 +163,10 @@ def described(function: Any) -> tuple[str, bool]:
         return _DESCRIBED[function]
     except KeyError:
         operator = _OPERATORS.get(function)
-    except TypeError:  # not hashable, so none of torch's
+    except TypeError:  # not hashable, so not one of torch's
         operator = None
     word, name = operator or function_name(function), getattr(function, "__name__", "")
-    # ``x.float()`` makes a tensor, ``float(x)`` does not.
+    # ``x.float()`` returns a tensor, and ``float(x)`` does not.
     is_answer = word in _ANSWERS or name in {"__float__", "__int__"}
     found = word, word not in _TENSOR_ATTRIBUTES if name == "__get__" else is_answer
     if _lasts(function):
@@ -175,7 +175,7 @@ def described(function: Any) -> tuple[str, bool]:
 
 
 def _lasts(function: Any) -> bool:
-    """Return whether a function is one of a module or a class, and no object's own."""
+    """Check whether a function belongs to a module or a class, and not to a single object."""
     if isinstance(function, FunctionType):
         return "<" not in function.__qualname__ and function.__module__.startswith("torch.")
     if isinstance(function, (MethodDescriptorType, WrapperDescriptorType)):
@@ -186,7 +186,7 @@ def _lasts(function: Any) -> bool:
     return isinstance(function, BuiltinFunctionType) and isinstance(owner, (type, ModuleType))
 
 
-# How deep a batch is searched for tensors, and how many elements of a list.
+# Limits of the search for tensors in a batch: depth, and elements of a list.
 _MAX_DEPTH = 4
 _MAX_ELEMENTS = 64
 
@@ -202,11 +202,11 @@ class StartNames:
         kwargs: Mapping[str, Any],
         parameters: Iterable[tuple[str, Tensor]],
     ) -> None:
-        # Weak: a call that is not taken to its end must not keep the module.
+        # A weak reference: a call that does not end must not keep the module alive.
         self._module = weakref.ref(module)
         self._names: dict[int, tuple[str, str]] = {}
         arguments: Mapping[str, Any] = {}
-        with contextlib.suppress(TypeError, ValueError):  # the call itself will raise them
+        with contextlib.suppress(TypeError, ValueError):  # the call itself will raise the error
             arguments = inspect.signature(step).bind(*args, **kwargs).arguments
         for name, value in arguments.items():
             for path, tensor in tensors_of(value, name):
@@ -217,7 +217,7 @@ class StartNames:
     def find(self, tensor: Tensor) -> tuple[str, str] | None:
         """Return name and module of a tensor, or ``None`` if the call does not start from it."""
         if id(tensor) not in self._names and tensor.is_leaf and tensor.requires_grad:
-            # FSDP2 puts whole parameters in the place of their parts while their module runs.
+            # While a module runs, FSDP2 replaces its shards by whole parameters.
             module = self._module()
             self._add(() if module is None else module.named_parameters())
         return self._names.get(id(tensor))

@@ -55,7 +55,7 @@ class ProbedTensor(NamedTuple):
     # True if a matmul reads it, and if a matmul makes it.
     is_operand: bool = False
     is_matmul: bool = False
-    # True for a unit that is still to be measured: its own, and that of its gradient.
+    # True for a unit that is not measured yet: its own, and that of its gradient.
     lacks_unit: tuple[bool, bool] = (False, False)
     # Kind and target of the node of a graph that makes it.
     made_by: tuple[str, Any] | None = None
@@ -99,7 +99,7 @@ class CutGraph:
 
         def row(of: Tensor, unit: Unit) -> Tensor:
             exponent = 0 if self.layout.is_sampled else unit.exponent(gauge)
-            # As for the others, formats are counted of what is stored.
+            # As for other tensors, format counts describe the stored value.
             (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
             return statistics_row(of.detach(), layout, factor=factor if exponent else None)
 
@@ -187,12 +187,12 @@ class ScaleProbes(GraphPass):
         ]
         # Probes of inputs go before it and after the states, which are inputs themselves.
         anchors = {id(region): first_operation(region.graph) for region in places.regions}
-        # Those of a sample hold for every power of two.
+        # Counts of a sample are valid for every power of two.
         counted = () if self.layout.is_sampled else tensors
         factor_of = _count_factors(graph, counted, gauge_in_force)
         layout = self.layout.measured
 
-        # A node's arguments cannot hold a layout, so functions close over it.
+        # A layout cannot be an argument of a node, so functions close over it.
         def row_of(tensor: Tensor, factor: Tensor | None) -> Tensor:
             return statistics_row(stored_elements(tensor), layout, factor=factor)
 
@@ -201,7 +201,8 @@ class ScaleProbes(GraphPass):
                 tensor, slot, lambda gradient: row_of(gradient, factor), detach=detach
             )
 
-        # The graph around a checkpoint may write into its results: the rule is for that graph.
+        # The graph around a checkpoint may write into its results, so the rule is that of the outer
+        # graph.
         alone = returned_alone(graph.graph)
         recorder = CallRecorder(
             graph,
@@ -242,7 +243,7 @@ class ScaleProbes(GraphPass):
     def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
         """Start the transfer of the records since the last call; the result waits for it."""
         calls, self._calls = self._calls, []
-        # A rank that recorded nothing has to join in with the others.
+        # A rank that recorded nothing must still take part in the collective.
         calls = [*(cut.absent() for cut in self._cut.values() if cut.tensors), *calls]
         if not calls:
             return None
@@ -255,9 +256,9 @@ class ScaleProbes(GraphPass):
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    """Return whether the gradients of several readers of an input meet outside of the graph."""
-    # A probe would add up those of this graph first: with a reader in another graph of the step,
-    # that is another order. The gradient of the whole is measured where the tensor was made.
+    """Check whether gradients from several readers of an input are summed outside the graph."""
+    # A probe would first sum the gradients of this graph. With a reader in another graph, this
+    # changes the order of the sum. The total gradient is measured where the tensor was computed.
     described: GraphInput | None = node.meta.get(INPUT)
     return described is not None and described.kind == "input" and len(node.users) > 1
 
@@ -265,7 +266,7 @@ def _is_gathered(node: fx.Node) -> bool:
 def _count_factors(
     graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
 ) -> Callable[[Region, Unit], fx.Node | None]:
-    """Return what gives a unit's inverse in a region, for exact counts of stored tensors."""
+    """Return a function that gives a unit's inverse in a region, for exact format counts."""
     held = [unit for tensor in tensors for unit in (tensor.held.sigma, tensor.held.gamma)]
     units = list(dict.fromkeys(unit for unit in held if unit != ONE))
     if not units:
@@ -322,14 +323,14 @@ def snapshot_of(
     # blocks. The rows are changed in place.
     measured = layout.measured
     forward, backward = rows.chunk(2)
-    # A slot that no gradient reached holds zeros, and a real row has elements.
+    # A slot that no gradient reached contains zeros. A real row counts elements.
     numbers = backward.numpy()
     numbers[~(numbers[:, 0] > 0)] = math.nan
     tensors = [tensor for tensor, _ in described]
     sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
     gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
     log2_loss_scale = round(math.log2(grad_scale))
-    # A loss scaler moves by factors of two, so taking it off again is a shift.
+    # A loss scale is a power of two, so dividing by it is a shift.
     if log2_loss_scale:
         backward = shift_rows(backward, np.full(len(tensors), -log2_loss_scale), measured)
         rows = torch.cat([forward, backward])

@@ -31,8 +31,8 @@ from lightning_unitscale.scales.block_rows import BlockRows, ReadBlocks, TakenBl
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.statistics import ReadRows, StepRows, TakenRow
 
-# Operations that a matmul's operand may have come through from an argument, and its result to what
-# the function returns: casts, views, copies, paddings, factors and biases.
+# Operations that may lie between an argument and a matmul's operand, or between its result and the
+# function's result: casts, views, copies, padding, factors and biases.
 _ON_THE_WAY = re.compile(
     r"(ToCopy|Copy|Clone|Alias|T|Transpose|Permute|MoveDim|View|UnsafeView|ReshapeAlias|Expand|"
     r"Squeeze|Unsqueeze|AsStrided|Select|Slice|Narrow|ConstantPadNd|Mul|Div|Add)Backward\d+"
@@ -46,21 +46,21 @@ Log2Unit = int | None
 class TensorRow:
     """A tensor of the step."""
 
-    # An attention that reads it may have a better name than it was made with.
+    # An attention that reads it may give it a better name.
     name: str
     module: str
     inputs: tuple[TensorRow, ...] = ()
-    # True if it is shown; otherwise it is only on the way to others.
+    # True if it is shown. Otherwise it only connects other tensors.
     is_shown: bool = False
     # True if the step starts from it: a parameter, a buffer or a part of the batch.
     is_given: bool = False
     # True if a matmul reads it, and if a matmul makes it.
     is_operand: bool = False
     is_matmul: bool = False
-    # True if it was made outside of the backward pass: a mask, a table.
+    # True if it takes no part in the backward pass: a mask, a table.
     is_constant: bool = False
     is_hooked: bool = False
-    # Statistics of the value, if taken, and of the gradients that have arrived.
+    # Statistics of the value, if measured, and of the gradients that have arrived.
     forward: TakenRow | None = None
     backward: list[TakenRow] = field(default_factory=list)
     # Statistics of blocks, where a matmul reads the value and where one reads the gradient, and the
@@ -72,8 +72,8 @@ class TensorRow:
     log2_sigma: int = 0
     log2_gamma: int = 0
     log2_counted: int = 0
-    # True if a matmul of this step has given the unit of the value, and of the gradient; ``None``
-    # if no matmul with units reads it.
+    # True if a matmul of this step has set the unit of the value, and of the gradient. ``None`` if
+    # no scaled matmul reads it.
     has_unit: bool | None = None
     has_gradient_unit: bool | None = None
     made_as: str = ""
@@ -108,7 +108,7 @@ class RowsOf:
 
     def __init__(self) -> None:
         # torch's own WeakIdKeyDictionary takes several times as long. The entry of a dead tensor
-        # stays until another one has its address: so there are few, however long a call is.
+        # stays until another tensor has its address, so there are few entries even in a long call.
         self._entries: dict[int, _Entry] = {}
 
     def get(self, tensor: Tensor) -> tuple[TensorRow, ...] | None:
@@ -128,7 +128,8 @@ class RowsOf:
         """Return the tensors that are still alive, and their rows."""
         for entry in list(self._entries.values()):
             if (tensor := entry()) is not None:
-                # A tensor that only C++ still held is Python's again, as in torch.utils.weak.
+                # A tensor that only C++ still referenced gets its Python object back, as in
+                # torch.utils.weak.
                 getattr(tensor, "_fix_weakref", nothing)()
                 yield tensor, entry.rows
 
@@ -139,18 +140,18 @@ def _held(log2_sigma: int, log2_gamma: int) -> Held:
 
 
 class Measuring:
-    """A meter that measures a running step, invisible to its modes and its autograd graph."""
+    """Measures a running step, invisible to its modes and its autograd graph."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
-        # True if formats are counted when a tensor is measured, in its unit then. A sampled row
-        # holds for every unit.
+        # True if formats are counted when a tensor is measured, in its unit at that time. A sampled
+        # row is valid for every unit.
         self.counts_stored = not layout.is_sampled
         self._rows = StepRows(layout.measured)
         self._blocks = BlockRows(layout)
         # Spacing of the numbers near 1 in the coarsest type or format so far, forward and backward.
         self.spacing = (0.0, 0.0)
-        # By device and unit: few are different, and each is a kernel to fill.
+        # Keyed by device and unit. Few of them differ, and filling each takes a kernel.
         self._factors: dict[tuple[torch.device, int], Tensor] = {}
 
     def value(self, row: TensorRow, tensor: Tensor) -> None:
@@ -166,13 +167,13 @@ class Measuring:
             row.backward_blocks.append(self._blocks_of(gradient, row.gradient_axis, unit))
 
     def operand(self, row: TensorRow, tensor: Tensor, axis: int, log2_unit: Log2Unit) -> None:
-        """Measure blocks of a value, as the first matmul that reads it sees them."""
+        """Measure blocks of a value along the dimension of the first matmul that reads it."""
         if self.layout.block_formats and not row.forward_blocks:
             row.forward_blocks.append(self._blocks_of(tensor, axis, log2_unit))
 
     def _blocks_of(self, tensor: Tensor, axis: int, log2_unit: Log2Unit) -> TakenBlocks:
         with unseen(), torch.inference_mode():
-            # Where operands are scaled, the scale of a tensor is a constant.
+            # If operands are scaled, the scale of a tensor is a constant.
             scale = None if log2_unit is None else UNIT_SCALE * 2.0**log2_unit
             return self._blocks.add(stored_elements(tensor), axis, scale)
 
@@ -239,7 +240,7 @@ class RunningFunction:
 
     @functools.cached_property
     def axes(self) -> tuple[int, ...]:
-        """Return the dimensions of the arguments that are summed over, if no session sees it."""
+        """Return the dimensions of the arguments that are summed over, without a session."""
         return axes_of_function(self.word, self._given) if self.word in MATMUL_WORDS else ()
 
     @functools.cached_property
@@ -265,7 +266,8 @@ class RunningFunction:
         if not self._ran:
             return None
         if result.grad_fn is None:
-            # Computed for the gradient of another node: a checkpoint, or the user's own function.
+            # It was computed for the gradient of another node: a checkpoint, or the user's own
+            # function.
             return self._ran[-1]
         for node, _ in _way(result.grad_fn, result.output_nr):
             number = sequence_number(node)
@@ -275,7 +277,7 @@ class RunningFunction:
         return None
 
     def _by_memory(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
-        """For each operand the argument that lies where it lies; parts of one come in order."""
+        """Return the argument at each operand's memory. Parts of one argument come in order."""
         left = list(self._arguments)
         found: list[Tensor | None] = []
         for operand in operands:
@@ -290,7 +292,7 @@ class RunningFunction:
         return found
 
     def _by_graph(self, operand: Tensor) -> Tensor | None:
-        """Return the argument that an operand was made from, by autograd's record of it."""
+        """Return the argument that an operand was computed from, according to autograd's graph."""
         if operand.grad_fn is None:
             return None
         for node, output in _way(operand.grad_fn, operand.output_nr):
@@ -306,7 +308,7 @@ class RunningFunction:
     def _by_size(self, operand: Tensor) -> Tensor | None:
         numel = operand.numel()
         same = [tensor for tensor in self._arguments if local_part(tensor).numel() == numel]
-        if not same:  # expanded to a batch
+        if not same:  # it was expanded to a batch
             same = [t for t in self._arguments if t.numel() and numel % t.numel() == 0]
         free = [tensor for tensor in same if id(tensor) not in self._taken]
         argument = next(iter((*free, *same)), None)
@@ -342,8 +344,8 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:
     """Return the autograd nodes from one on, against the order of computation, and their outputs.
 
-    It ends behind the first that is not on the way between an argument and a matmul. Where two
-    tensors were added, the first has the shape of the matmul.
+    It ends after the first node that does not connect an argument to a matmul. If two tensors were
+    added, the first has the shape of the matmul.
     """
     for _ in range(_MOST_ON_THE_WAY):
         yield node, output

@@ -220,12 +220,13 @@ def _cell_style(value: float | None) -> str:
         return style
     log2 = math.log2(value) if 0.0 < value < math.inf else math.copysign(math.inf, value - 0.5)
     red, green, blue = _LARGE if log2 > 0 else _SMALL
-    # At most half covered: the text keeps its contrast on white and on black.
+    # At most half opaque, so that text stays readable on white and on black.
     opacity = 0.5 * min(abs(log2) / _FULL_COLOUR, 1.0)
     return f"{style};background-color:rgba({red},{green},{blue},{opacity:.2f})"
 
 
-# Says of a node of the new graph whether it goes, and which earlier node then stands for it.
+# A decision about a node of the new graph: whether to remove it, and the earlier node that replaces
+# it.
 _Decide = Callable[[fx.Node], tuple[bool, fx.Node | None]]
 
 
@@ -296,7 +297,7 @@ def _without(graph: fx.Graph, decide: _Decide) -> ScalesGraph:
     pruned = ScalesGraph()
     stands_for: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
-        # Copied first, so that what decides sees the inputs that are left.
+        # Copied first, so that the decision sees the remaining inputs.
         copied = pruned.node_copy(node, lambda old: stands_for[old])
         stands_for[node] = copied
         if node.op == "output":

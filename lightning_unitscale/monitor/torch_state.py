@@ -50,8 +50,8 @@ PLAIN_TYPES = (Tensor, Parameter)
 
 def unseen() -> AbstractContextManager[Any]:
     """Hide torch's computations from all modes and tensor subclasses within this context."""
-    # A selective checkpoint, for example, counts every operation that it sees run.
-    # Entered for every row: without modes nothing more is made for it.
+    # A selective checkpoint, for example, counts every operation that it sees. This runs for every
+    # row, so it does no extra work if there are no modes.
     return _unseen_by_modes() if is_watched() else plain_functions()
 
 
@@ -122,7 +122,7 @@ def in_force(mode: TorchFunctionMode) -> Iterator[None]:
         with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
             yield
         return
-    # Code that has switched off all modes and subclasses still has them off.
+    # Code that has switched off all modes and subclasses does not see this one.
     others = [_pop_mode() for _ in _get_current_function_mode_stack()]
     try:
         with torch._C._EnableTorchFunction(), torch._C.DisableTorchFunctionSubclass(), mode:
@@ -153,7 +153,7 @@ def outside_of_compiled_code(
     mode: TorchFunctionMode, see: Callable[[FrameType, range], None]
 ) -> Iterator[None]:
     """Remove a mode while user-compiled code runs, within this context."""
-    # Dynamo would recompile with a mode that it has not seen before.
+    # Dynamo would recompile because of the additional mode.
     original = vars(torch._dynamo.eval_frame)[_AROUND_COMPILED]
     running: list[tuple[FrameType, list[TorchFunctionMode], int]] = []
 
@@ -175,7 +175,7 @@ def outside_of_compiled_code(
 
 
 def _pop_through(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
-    """Take a mode and those above it off this thread's stack; none if it is not there."""
+    """Pop a mode and those above it from this thread's stack, or nothing if it is not there."""
     popped: list[TorchFunctionMode] = []
     while _get_current_function_mode() is not None:
         popped.append(_pop_mode())

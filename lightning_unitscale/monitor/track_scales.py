@@ -91,7 +91,7 @@ def track_scales(module: nn.Module) -> nn.Module:
 
 
 def _capture(module: nn.Module, steps: ModuleSteps) -> None:
-    """Have the tensors of captured steps tracked."""
+    """Track the tensors of captured steps."""
     tracker = next((one for one in steps.passes if isinstance(one, CapturedScales)), None)
     if tracker is None:
         tracker = CapturedScales(module)
@@ -101,7 +101,7 @@ def _capture(module: nn.Module, steps: ModuleSteps) -> None:
 
 
 class CapturedScales(ScaleProbes):
-    """Measures every tensor of captured steps; those of the last call count."""
+    """Measures every tensor of captured steps, and keeps those of the last call."""
 
     name = "track scales"
 
@@ -154,16 +154,16 @@ class ScaleTracker(StepWatcher):
         vars(module).update({TRACKER: self, "scales_graph": self.scales_graph})
 
     def track(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run ``forward`` and watch it; the last call that returns counts."""
+        """Run ``forward`` and watch it. The graph is that of the last call that returns."""
         complete = self._complete
-        # A checkpoint around the module computes it again, within the same step.
+        # A checkpoint around the module recomputes it within the same step.
         is_again = complete is not None and complete.gradients.hooks
         if self._is_running or (is_again and current_node() is not None):
             return method(*args, **kwargs)
         self.clear()
         with shadowed(self, _is_running=True):
             result = self.run(self._module, method, args, kwargs)
-        if self._calls:  # nothing is watched below ``torch.func``
+        if self._calls:  # nothing is watched inside ``torch.func``
             self._complete = cast(TrackedCall, self._calls[-1])
         return result
 
@@ -172,11 +172,11 @@ class ScaleTracker(StepWatcher):
         return ScalesGraph() if self._complete is None else _graph_of_call(self._complete)
 
     def capture(self, steps: ModuleSteps) -> None:
-        """Have the tensors of captured steps tracked from now on."""
+        """Track the tensors of captured steps from now on."""
         _capture(self._module, steps)
 
     def detach(self) -> None:
-        """Put ``forward`` back. May be called more than once."""
+        """Restore ``forward``. Idempotent."""
         self.clear()
         self._shadow.remove()
         vars(self._module).pop(TRACKER, None)
@@ -225,7 +225,7 @@ def _graph_of_call(call: TrackedCall) -> ScalesGraph:
 def _graph_of_probes(
     snapshot: ScaleSnapshot, state: State, calls: Iterable[ProbedCall]
 ) -> ScalesGraph:
-    """Return the graph of a captured step: the tensors that its probes have seen."""
+    """Return the graph of a captured step, made of the tensors that its probes measured."""
     graph = ScalesGraph()
     made_by = {tensor.name: tensor.made_by for call in calls for tensor in call.tensors}
     nodes: dict[str, fx.Node] = {}
@@ -247,7 +247,7 @@ def _graph_of_probes(
 
 
 def _metrics(call: TrackedCall, rows: Iterable[TensorRow]) -> dict[TensorRow, Metrics | None]:
-    """Metrics of tensors, with one transfer from each device."""
+    """Return metrics of tensors, with one transfer from each device."""
     pairs = {row: call.rows_of(row) for row in rows}
     taken: dict[int, Tensor] = {
         id(one): one for pair in pairs.values() for one in pair if one is not None
@@ -269,7 +269,7 @@ def _metrics_of(forward: Metrics.Data, backward: Metrics.Data | None) -> Metrics
 
 
 def _add_call(graph: ScalesGraph, nodes: dict[Any, fx.Node], made: Made, module: str) -> fx.Node:
-    """Add the node of a call, and of one that returns several tensors the node of one of them."""
+    """Add the node of a call, and that of its result if the call returns several tensors."""
 
     def argument(value: Any) -> Any:
         if isinstance(value, slice):
@@ -309,7 +309,8 @@ def _add_in_units(
     scaled = dict(nodes)
     for (name, operand), unit in zip(matmul.operands.items(), matmul.log2_units, strict=True):
         scaled[operand] = scale(nodes[operand], -unit)
-        # If others read the operand too, such as the caller, only the whole gradient is known.
+        # If other code, such as the caller, reads the operand too, only its total gradient is
+        # known.
         readers = sum(operand in one.inputs for one in call.made) + call.outputs.count(operand)
         backward = unit - total - gamma if readers == 1 else None
         _describe(scaled[operand], name, row.module, _scaled(metrics[operand], -unit, backward))
@@ -320,7 +321,7 @@ def _add_in_units(
 
 
 def _scaled(metrics: Metrics | None, forward: int, backward: int | None) -> Metrics | None:
-    """Metrics of a tensor times a power of two, and of its gradient if that has one."""
+    """Return metrics of a tensor times a power of two, and of its gradient if there is one."""
     if metrics is None:
         return None
     no_gradient = backward is None or metrics.bwd is None
@@ -340,7 +341,7 @@ def _times(data: Any, log2_factor: Any) -> Metrics.Data:
 def _add_input(
     graph: ScalesGraph, name: str, module: str, metrics: Metrics | None, state: State
 ) -> fx.Node:
-    """Add what a step starts from, named as Dynamo does, which puts its own signs around it."""
+    """Add an input, parameter or buffer under the name that Dynamo would give it."""
     clean, (kind, is_trained) = name.removeprefix("input."), state.get(name, ("", False))
     if kind:
         *modules, own = name.split(".")

@@ -123,7 +123,7 @@ class TrackedCall(WatchedCall):
             return super().run(function, args, kwargs, word, caller)
         arguments = tensors_in((args, kwargs))
         with plain_functions():
-            # As Dynamo has them: a module reads its parameters before what it is given.
+            # In Dynamo's order: a module reads its parameters before its arguments.
             self._inputs([one for one in arguments if isinstance(one, nn.Parameter)], word)
             self._inputs(arguments, word)
             self._begin_paths(arguments)
@@ -224,7 +224,7 @@ class TrackedCall(WatchedCall):
         return (row,)
 
     def _begin_paths(self, tensors: Sequence[Tensor]) -> None:
-        """Begin the paths of inputs; end those of what has come to need a gradient by itself."""
+        """Begin the paths of inputs, and end those of tensors that now require a gradient."""
         for tensor in tensors:
             row = self._only_row(tensor)
             if row is None:
@@ -246,7 +246,7 @@ class TrackedCall(WatchedCall):
             self.gradients.measure(row, path.tensor)
 
     def _attach(self, tensor: Tensor) -> None:
-        """Let the caller's backward pass reach a result that needs no gradient by itself."""
+        """Let the caller's backward pass reach a result that does not require a gradient itself."""
         base = tensor if tensor._base is None else tensor._base
         origin = self._only_row(base)
         path = self.inputs.path_of(tensor)
@@ -266,7 +266,7 @@ class TrackedCall(WatchedCall):
 
 
 class _Attach(torch.autograd.Function):
-    """Makes the very tensor ``result`` take part in the backward pass."""
+    """Makes the tensor ``result`` itself take part in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, leaf: Tensor, arrive: Callable[[Tensor], None]) -> Tensor:
@@ -285,7 +285,7 @@ class _Attach(torch.autograd.Function):
 def _how_made(
     function: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], use: _Use
 ) -> Made:
-    """Describe a call of a torch function; operators and methods are those that the caller has."""
+    """Describe a call of a torch function, with the operators and methods that the caller wrote."""
     instruction, variables = use
     name = getattr(function, "__name__", word)
     if name == "__get__":
@@ -302,8 +302,8 @@ def _how_made(
 
 def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> _Use:
     """Find out what a caller, below the code that calls the step, does with a torch function."""
-    # As Dynamo names the nodes of a graph, variables are the first ones, also of a caller to whom
-    # the results are returned.
+    # As in Dynamo's graphs, the first variables count, also those of a caller that the results are
+    # returned to.
     own, first = getattr(function, "__code__", None), ""
     while frame is not None and frame.f_code is not top:
         code = frame.f_code
@@ -318,9 +318,9 @@ def _use_of(function: Any, frame: FrameType | None, top: CodeType) -> _Use:
 
 @functools.lru_cache(maxsize=1024)
 def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]:
-    """By its offset, each instruction, the one behind it, and the variables that it stores in."""
+    """Map each offset to its instruction, the next one, and the variables that are assigned."""
     every = list(dis.get_instructions(code))
-    # Python 3.11 may run a call together with what prepares it.
+    # Python 3.11 may run a call together with its PRECALL.
     kept = [one for one in every if one.opname != "PRECALL"]
     found = {}
     for index, (one, after) in enumerate(pairwise(kept)):
@@ -330,7 +330,7 @@ def _instructions(code: CodeType) -> dict[int, tuple[str, str, tuple[str, ...]]]
         found[one.offset] = one.opname, after.opname, tuple(names[: max(count, 1)])
     for one, after in pairwise(every):
         entry = found[after.offset if one.opname == "PRECALL" else one.offset]
-        # A call of Python's own has the caller's frame behind the instruction, in its cache.
+        # During a call, the offset of the caller's frame is in the cache after the instruction.
         found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))
     return found
 

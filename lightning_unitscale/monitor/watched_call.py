@@ -59,8 +59,8 @@ class WatchedCall:
         units: Mapping[str, int],
     ) -> None:
         self.callers = callers
-        # Of each reentrant checkpoint the rows that it has computed without gradients, in the order
-        # in which it computes them again.
+        # For each reentrant checkpoint, the rows that it computed without gradients, in the order
+        # of recomputation.
         self.checkpoints: dict[int | None, deque[tuple[TensorRow, str]]] = defaultdict(deque)
         self.gradients = Gradients(measuring)
         # True while gradients, and recomputed results of checkpoints, are measured.
@@ -72,7 +72,7 @@ class WatchedCall:
         self._units = units
         self._running: RunningFunction | None = None
         self._compiled: list[tuple[range, RunningFunction]] = []
-        # The tensors that the call starts from, and those that it makes, in order.
+        # The tensors that the call starts from, and those that it computes, in order.
         self.given: list[TensorRow] = []
         self.made: list[TensorRow] = []
         self._rows_of = RowsOf()
@@ -144,25 +144,25 @@ class WatchedCall:
         scope = frame.f_locals
         if caller is None or caller.again is not None:
             return
-        # Dynamo's own name for a whole module means nothing to people.
+        # Dynamo's own name for a whole module means nothing to users.
         word, _ = described(scope.get("fn"))
         word = "compiled" if word in _WHOLE_MODULE else word
         arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
         with plain_functions():
             running = RunningFunction(word, caller, self._inputs(arguments, word))
             arguments_seen = {id(tensor) for tensor in arguments}
-            if "result" not in scope:  # its node will tell when it is read
+            if "result" not in scope:  # its node shows when it is read
                 self._compiled.append((nodes, running))
             for tensor in _tensors_in((scope.get("result"),)):
                 if id(tensor) not in arguments_seen:
                     self._note(tensor, self._unique(full_name(caller.path, word)), running)
 
     def finish(self, module: nn.Module, output: Any) -> None:
-        """Record the rest: results of the step itself, and parameters that compiled code reads."""
+        """Record the results of the step itself, and parameters that compiled code reads."""
         with plain_functions():
             self._inputs(_tensors_in((output,)), "")
             for tensor, rows in self._rows_of.items() if any(self._units.values()) else ():
-                # At the last sample a matmul has read a tensor of this name, and none at this one.
+                # At the last sample a matmul read a tensor of this name, but not at this one.
                 if len(rows) == 1 and rows[0].has_unit is None and rows[0].log2_sigma:
                     rows[0].log2_sigma = 0
                     self._count_again(rows[0], tensor)
@@ -173,7 +173,7 @@ class WatchedCall:
                     path = fqn.rpartition(".")[0]
                     if self._select(fqn, path):
                         row = self._row(fqn, path, (), is_given=True)
-                        # It was read where nothing is seen, in compiled code for example.
+                        # It was read by unwatched code, such as compiled code.
                         show = functools.partial(self._show, row, parameter)
                         self.gradients.measure(row, parameter, show)
 
@@ -183,7 +183,7 @@ class WatchedCall:
         self.gradients.close()
 
     def measured(self) -> list[tuple[ProbedTensor, TensorRow]]:
-        """Return the tensors that have rows, and these."""
+        """Return the tensors that have rows, with their rows."""
         inputs = shown_inputs((*self.given, *self.made))
         return [
             (row.described(inputs[row]), row)
@@ -192,11 +192,11 @@ class WatchedCall:
         ]
 
     def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
-        """Rows of the arguments of a function; missing ones are made."""
+        """Return the rows of a function's arguments, and make missing ones."""
         inputs: dict[TensorRow, None] = {}
         for tensor in arguments:
             if is_lazy(tensor):
-                # A gradient would be expected in the shape that it has now, none.
+                # Its gradient would have to have its present shape, which is empty.
                 continue
             rows = self._rows(tensor)
             if rows is None:
@@ -206,8 +206,8 @@ class WatchedCall:
             inputs.update(dict.fromkeys(rows))
             is_hidden = len(rows) == 1 and not rows[0].is_shown
             if is_hidden and word in MATMUL_WORDS and is_readable(tensor):
-                # Masks and tables of constants count where a matmul reads them. The gradient of
-                # what a checkpoint returns is measured when that is made again.
+                # Masks and tables of constants count if a matmul reads them. The gradient of a
+                # checkpoint's result is measured when the result is recomputed.
                 self._show(rows[0], tensor, with_gradient=False)
         return tuple(inputs)
 
@@ -220,7 +220,7 @@ class WatchedCall:
         return rows[0] if len(rows) == 1 else None
 
     def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
-        """Rows of a tensor that no watched function has made."""
+        """Return the rows of a tensor that no watched function computed."""
         if not is_readable(tensor):
             return ()
         named = self._start_names.find(tensor)
@@ -242,19 +242,19 @@ class WatchedCall:
         return (self._unseen_row(tensor, caller.path, ()),)
 
     def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
-        """Rows of a tensor that has come to take part in the backward pass since it was noted."""
+        """Return the rows of a tensor that has joined the backward pass since it was recorded."""
         if tensor.grad_fn is None:
             if is_readable(tensor):
                 self._show(row, tensor)
         elif row.is_constant:
-            # An autograd function has returned what it has computed without gradients.
+            # An autograd function returned a tensor that it computed without gradients.
             row = self._unseen_row(tensor, row.module, (row,))
         return (row,)
 
     def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
-        """Return the row of what an autograd function has made, a scripted module or an extension.
+        """Return the row of a result of an autograd function, a scripted module or an extension.
 
-        It is made when the tensor is first read, and where that is, if nothing else is known.
+        It is made when the tensor is first read, under the reader's module if no other is known.
         """
         word = type(tensor.grad_fn).__name__.partition("Backward")[0]
         row = self._row(self._unique(full_name(path, word)), path, inputs)
@@ -263,10 +263,10 @@ class WatchedCall:
         return row
 
     def _hand_back(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
-        """Note a result that is an argument, as it was."""
+        """Record a result that is one of the arguments, unchanged."""
 
     def _is_made(self, tensor: Tensor) -> bool:
-        """Return whether a result is a new tensor, and no parameter or buffer that is updated."""
+        """Check whether a result is a new tensor, and not an updated parameter or buffer."""
         rows = self._rows(tensor)
         return not rows or tensor.grad_fn is not None or not any(row.is_given for row in rows)
 
@@ -292,7 +292,7 @@ class WatchedCall:
         elif not caller.checkpoints:
             row.is_constant = True
         elif self._select(row.name, row.module):
-            # If it takes part in the backward pass, that is seen when it is made again.
+            # Its part in the backward pass is known only when it is recomputed.
             self._measuring.value(row, tensor)
 
     def _note_again(
@@ -310,7 +310,7 @@ class WatchedCall:
                     continue
                 rows = self.checkpoints.get(caller.again)
                 if not rows or rows[0][1] != word:
-                    continue  # it was not there before
+                    continue  # it did not exist before
                 row, _ = rows.popleft()
                 for checkpoint in caller.checkpoints:
                     self.checkpoints[checkpoint].append((row, word))
@@ -321,7 +321,7 @@ class WatchedCall:
     def _row(
         self, name: str, module: str, inputs: tuple[TensorRow, ...], *, is_given: bool = False
     ) -> TensorRow:
-        """Make the row of a tensor that the step starts from, or makes."""
+        """Make the row of a tensor that the step starts from or computes."""
         row = TensorRow(name, module, inputs, is_given=is_given)
         (self.given if is_given else self.made).append(row)
         row.log2_sigma = self._units.get(name, 0)
@@ -337,9 +337,9 @@ class WatchedCall:
                 self.gradients.measure(row, tensor)
 
     def _set_unit(self, tensor: Tensor, unit: Log2Unit, operand: Tensor, axis: int) -> None:
-        """Note the unit in which a matmul has just read a tensor; the first one known counts.
+        """Record the unit in which a matmul has just read a tensor. The first known one counts.
 
-        The matmul has read it as an operand, and has summed over a dimension of that.
+        The matmul has read it as an operand, and summed over a dimension of the operand.
         """
         row = self._only_row(tensor)
         if row is None:
@@ -358,13 +358,13 @@ class WatchedCall:
             self._measuring.operand(row, operand, axis, unit)
 
     def _count_again(self, row: TensorRow, tensor: Tensor) -> None:
-        """Count formats in a unit that is not the one of the last sample."""
+        """Recount formats if the unit differs from that of the last sample."""
         is_counted = self._measuring.counts_stored and row.forward is not None
         if is_counted and row.log2_counted != row.log2_sigma:
             self._measuring.value(row, tensor)
 
     def _mark_operands(self, operands: Sequence[Tensor], word: str) -> None:
-        """Note that a matmul reads tensors; an attention has names for its own."""
+        """Record that a matmul reads tensors. An attention names its own operands."""
         roles = ATTENTION_ROLES if word == ATTENTION else ("",) * len(operands)
         for tensor, role in zip(operands, roles, strict=False):
             row = self._only_row(tensor)

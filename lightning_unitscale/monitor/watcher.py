@@ -35,7 +35,7 @@ from lightning_unitscale.patching import StandIn
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
-# Functions of which a person would see what is inside, and those that run a backward pass.
+# Functions that are shown as the functions inside them, and those that run a backward pass.
 _OPENED = {
     function: open_function(function)
     for function in (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward)
@@ -78,7 +78,7 @@ class StepWatcher:
         self._ignored = ignored
         self._measuring = Measuring(layout)
         self._calls: list[WatchedCall] = []
-        # The unit in which a matmul has stored each value, by the name that it was made with.
+        # The unit in which a matmul stored each value, by the name that it was computed under.
         self._units: dict[str, int] = {}
 
     def run(
@@ -149,7 +149,7 @@ class StepWatcher:
 
 
 class _WatchMode(TorchFunctionMode):
-    """Hands the torch functions that a step calls to a watched call of it."""
+    """Passes the torch functions that a step calls to its watched call."""
 
     def __init__(self, call: WatchedCall) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _WatchMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context torch is ready for the mode, where it is in force."""
+        """Prepare torch for the mode within this context, and activate it."""
         with (
             outside_of_compiled_code(self, self.call.see_compiled),
             answering_as_without(self),
@@ -188,7 +188,7 @@ class _WatchMode(TorchFunctionMode):
             yield
 
     def _run_again(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run what a checkpoint computes again, on any thread; watch it while its call is open."""
+        """Recompute for a checkpoint, on any thread. Watch it while the call is open."""
         if not self.call.is_open:
             return function(*args)
         with contextlib.nullcontext() if self.is_running else self.watching(), in_force(self):

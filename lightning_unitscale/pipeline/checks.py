@@ -43,8 +43,8 @@ def refuse_unsupported(
         raise MisconfigurationException(
             f"PipelineStrategy: {sharded[0]} is a DTensor, made by fully_shard or "
             "parallelize_module. Stages are cut between whole parameters. Leave configure_model "
-            "out and use data_parallel=... for more devices than stages (shard_optimizer=True "
-            "divides gradients and optimizer states), or shard under ModelParallelStrategy."
+            "out and use data_parallel=... for more devices than stages, or shard under "
+            "ModelParallelStrategy."
         )
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
@@ -87,7 +87,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
             raise MisconfigurationException(
                 "PipelineStrategy: ZeroRedundancyOptimizer divides all parameters among all ranks, "
                 "but a rank has only those of its stages. Return the optimizer that it wraps from "
-                "configure_optimizers, and pass shard_optimizer=True."
+                "configure_optimizers. More stages divide the optimizer state further."
             )
         if "LBFGS" in names:
             raise MisconfigurationException(

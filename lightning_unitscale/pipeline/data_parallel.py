@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,40 +44,23 @@ class Replicas:
         return value if self.count == 1 else broadcast(value, 0, self.group)
 
     @torch.no_grad()
-    def average(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
-        """Average the gradients for all pipelines, or only for the one that steps the parameter."""
+    def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Average the gradients over all pipelines."""
         # A missing gradient counts as zero if another pipeline has one.
-        for stepper, bucket in _buckets(self._present(parameters, steppers), steppers):
+        for bucket in _buckets(self._present(parameters)):
             gradients = [
                 torch.zeros_like(param) if param.grad is None else param.grad for param in bucket
             ]
             # Divided first, as in DDP: the sum of halves has the same bits as the half of a sum.
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.count)
-            if stepper is None:
-                dist.all_reduce(flat, group=self.group)
-            else:
-                dist.reduce(flat, group=self.group, group_dst=stepper)
-            is_stepped_here = stepper in (None, self.rank)
-            if is_stepped_here:
-                _fill(gradients, flat)
-            for param, gradient in zip(bucket, gradients, strict=True):
-                param.grad = gradient if is_stepped_here else None
+            dist.all_reduce(flat, group=self.group)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for param, gradient, part in zip(bucket, gradients, parts, strict=True):
+                param.grad = gradient.copy_(part.view_as(gradient))
 
-    @torch.no_grad()
-    def share(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
-        """Share the parameters that each pipeline has stepped with the others."""
-        for stepper, bucket in _buckets(parameters, steppers):
-            flat = torch.cat([param.reshape(-1) for param in bucket])
-            dist.broadcast(flat, group=self.group, group_src=stepper)
-            if stepper != self.rank:
-                _fill(bucket, flat)
-
-    def _present(
-        self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]
-    ) -> dict[str, nn.Parameter]:
+    def _present(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return the parameters that have a gradient in any pipeline."""
-        described = [(name, steppers.get(name)) for name in parameters]
-        digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        digest = hashlib.sha256(repr(list(parameters)).encode()).hexdigest()
         has_gradient = [param.grad is not None for param in parameters.values()]
         rows = gathered((digest, has_gradient), self.group)
         if any(other != digest for other, _ in rows):
@@ -91,29 +74,18 @@ class Replicas:
         return dict(itertools.compress(parameters.items(), any_has))
 
 
-def _buckets(
-    parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]
-) -> Iterator[tuple[int | None, list[nn.Parameter]]]:
-    """Yield buckets of one type and device, and the pipeline that steps them (``None``: all)."""
+def _buckets(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield buckets of parameters of one type and device."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: Counter[Any] = Counter()
-    for name, param in parameters.items():
-        stepper = steppers.get(name)
-        kind = stepper, param.dtype, param.device
+    for param in parameters.values():
+        kind = param.dtype, param.device
         if sizes[kind] and sizes[kind] + param.nbytes > _BUCKET_BYTES:
-            yield stepper, open_buckets.pop(kind)
+            yield open_buckets.pop(kind)
             sizes[kind] = 0
         open_buckets.setdefault(kind, []).append(param)
         sizes[kind] += param.nbytes
-    for (stepper, *_), bucket in open_buckets.items():
-        yield stepper, bucket
-
-
-def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Copy the elements of a flat tensor into tensors."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    yield from open_buckets.values()
 
 
 @dataclass(frozen=True)

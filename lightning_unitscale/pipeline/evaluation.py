@@ -54,11 +54,11 @@ class EvaluatingStrategy(GridStrategy):
     num_eval_microbatches: int = 1
     _is_training = False
     _owners: Owners | None = None
-    # Whether this rank has the current weights of all owners.
+    # True if this rank has the current weights of all owners.
     _has_weights = True
     # By the name of the step. ``None`` if the step cannot run as a pipeline.
     _evaluations: dict[str, PipelinedEvaluation | None]
-    # Whether validation hooks read weights. ``None`` before the first validation.
+    # True if validation hooks read weights. ``None`` before the first validation.
     _hooks_read: bool | None = None
     _watch: Watch | None = None
 
@@ -172,8 +172,6 @@ class EvaluatingStrategy(GridStrategy):
 class SavingStrategy(EvaluatingStrategy):
     """A strategy that collects state on the first rank and saves nothing after an exception."""
 
-    shard_optimizer: bool
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state dict of a single device on the first rank, and ``{}`` on the others."""
@@ -189,7 +187,7 @@ class SavingStrategy(EvaluatingStrategy):
         inner = getattr(optimizer, "_optimizer", optimizer)
         if self._owners is None or self._is_interrupted:
             return cast(dict[str, Any], inner.state_dict())
-        if self.grid.replicas.rank and not self.shard_optimizer:
+        if self.grid.replicas.rank:
             return {}
         return self._owners.optimizer_state(inner)
 

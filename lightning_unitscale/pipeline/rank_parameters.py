@@ -218,9 +218,7 @@ class Owners:
         frees: bool = False,
     ) -> None:
         self._group, self._rank = group, dist.get_rank(group)
-        self._replicas, self._steppers = replicas, ownership.steppers
-        # The ranks that together have all gradients and optimizer states.
-        self._together = None if self._steppers else group
+        self._replicas = replicas
         self._tensors = tensors = named_tensors(module)
         self._name_of = {id(tensor): name for name, tensor in tensors.items()}
         self._device = next(iter(tensors.values())).device
@@ -242,10 +240,8 @@ class Owners:
         self.freed = FreedStorage(others if frees else {}, kept)
 
     def counts_here(self, tensor: Tensor) -> bool:
-        """Check whether this rank is the first owner that steps a tensor, and so counts it."""
-        name = self._name_of[id(tensor)]
-        is_of_pipeline = not self._steppers or self._steppers.get(name, 0) == self._replicas.rank
-        return is_of_pipeline and self._first[name] == self._rank
+        """Check whether this rank is the first owner of a tensor, and so counts it."""
+        return self._first[self._name_of[id(tensor)]] == self._rank
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -256,13 +252,8 @@ class Owners:
 
     def free(self, optimizers: Iterable[Optimizer]) -> None:
         """Free values, gradients and optimizer states that are on other ranks."""
-        elsewhere = [
-            self._tensors[name]
-            for name, stepper in self._steppers.items()
-            if stepper != self._replicas.rank
-        ]
         for optimizer in optimizers:
-            for param in (*self.freed.parameters.values(), *elsewhere):
+            for param in self.freed.parameters.values():
                 optimizer.state.pop(param, None)
         self.freed.free()
 
@@ -297,19 +288,11 @@ class Owners:
         averaged = {
             name: param for name, param in self._owned.items() if self._first[name] == self._rank
         }
-        self._replicas.average(averaged, self._steppers)
+        self._replicas.average(averaged)
         for name, param in self._owned.items():
             ranks = [rank for rank, owned in enumerate(self.names) if name in owned]
-            if self._steppers.get(name, self._replicas.rank) != self._replicas.rank:
-                param.grad = None
-            elif len(ranks) > 1:
+            if len(ranks) > 1:
                 hand_out_gradient(param, ranks, self._group)
-
-    def share_steps(self) -> None:
-        """Share the stepped parameters with all pipelines, after an optimizer's step."""
-        trained = {name: param for name, param in self._owned.items() if param.requires_grad}
-        if self._steppers:
-            self._replicas.share(trained, self._steppers)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of a single device on the first rank, and ``{}`` on the others."""
@@ -321,7 +304,7 @@ class Owners:
             if self.counts_here(parameters[index])
         }
         on_cpu = tree_map_only(Tensor, lambda tensor: tensor.cpu(), own)
-        parts = gathered_on(0, on_cpu, self._together)
+        parts = gathered_on(0, on_cpu, self._group)
         if parts is None:
             return {}
         together = {index: state for part in parts for index, state in part.items()}
@@ -330,7 +313,7 @@ class Owners:
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
         """Return the number of elements with a gradient, for parameters of all ranks."""
         own = [param for param in parameters if param.grad is not None and self.counts_here(param)]
-        return sum(gathered(sum(param.numel() for param in own), self._together))
+        return sum(gathered(sum(param.numel() for param in own), self._group))
 
     @torch.no_grad()
     def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> None:
@@ -342,7 +325,7 @@ class Owners:
                 norm.copy_(torch.linalg.vector_norm(param.grad))
         # Every norm is added to zeros, so the total has the same bits on all ranks, whatever the
         # owners. Otherwise the weights of the pipelines would drift apart.
-        dist.all_reduce(norms, group=self._together)
+        dist.all_reduce(norms, group=self._group)
         total = torch.linalg.vector_norm(norms)
         factor = (limit / (total + 1e-6)).clamp(max=1.0)
         for param in parameters:

@@ -39,7 +39,7 @@ class Passed:
     name: str
     # Its form when it is sent: contiguous, with its dimensions in memory order.
     tensor: TensorInfo
-    # Whether it gets a gradient from the loss.
+    # True if it gets a gradient from the loss.
     feeds_loss: bool
 
 

@@ -2,13 +2,12 @@
 
 A step is recaptured for another batch size, or when Python state that it reads has changed. The
 parameters, their optimizer state and their current values stay on their ranks. So the cuts of a
-later graph follow the owners. The pipelines also keep their shares of the optimizer steps.
+later graph follow the owners.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -34,16 +33,10 @@ class Ownership:
         num_ranks: int,
         rank_of: Callable[[int], int],
         first_policy: SplitPolicy,
-        num_shares: int = 1,
     ) -> None:
         self._num_ranks = num_ranks
         self.rank_of = rank_of
         self._first_policy = first_policy  # cuts the first graph
-        self._num_shares = num_shares
-        # The pipeline that steps each owned parameter. Empty if all pipelines step all parameters.
-        self.steppers: dict[str, int] = {}
-        # Bytes that a rank of a pipeline steps. Frozen parameters are counted separately.
-        self._loads: Counter[tuple[bool, int, int]] = Counter()
         # A tied tensor has its first name here. A graph may use another of its names.
         self._tensors = named_tensors(module)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
@@ -129,34 +122,10 @@ class Ownership:
             self._stages.setdefault(name, frozenset(readers.get(name, ())))
         self._readers, self._written = all_readers, all_written
         self._num_stages = pipe.num_stages
-        if self._num_shares > 1:
-            self._share_steps()
 
     def own(self, names: Iterable[str], stage: int) -> None:
         """Assign parameters that no graph uses to the rank of a stage."""
         self._stages = {**dict.fromkeys(names, frozenset({stage})), **self._stages}
-        if self._num_shares > 1:
-            self._share_steps()
-
-    def _share_steps(self) -> None:
-        """Assign each new parameter to the pipeline whose ranks have the least to step."""
-        # All ranks get the same result, because sizes and the order of the module are the same.
-        new = {
-            name: tensor.numel() * tensor.element_size()
-            for name, tensor in self._tensors.items()
-            if name in self._stages and name not in self.steppers
-            if isinstance(tensor, nn.Parameter)
-        }
-        for name in sorted(new, key=new.__getitem__, reverse=True):
-            is_trained = self._tensors[name].requires_grad
-            ranks = self._ranks(self._stages[name])
-            loads = [
-                sum(self._loads[is_trained, rank, share] for rank in ranks)
-                for share in range(self._num_shares)
-            ]
-            share = self.steppers[name] = loads.index(min(loads))
-            for rank in ranks:
-                self._loads[is_trained, rank, share] += new[name]
 
     def _uses(self, pipe: Pipe) -> tuple[_Stages, _Stages, frozenset[str]]:
         """Return the stages of parameters and buffers, and the buffers that are changed."""

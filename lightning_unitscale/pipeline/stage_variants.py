@@ -226,8 +226,7 @@ def remat_stages(
                 partitioner.budget,
                 stage=index,
                 num_in_flight=in_flight or num_microbatches,
-                resident_bytes=buffer_bytes
-                + resident_bytes(strategy, stage, runner.num_accumulated > 1),
+                resident_bytes=buffer_bytes + resident_bytes(strategy, stage),
                 sent_bytes=info.sent_bytes,
                 reports=partitioner.reports,
             )
@@ -262,29 +261,24 @@ def planned_stage(
     return lambda *values: compiled(*values, *attributes)
 
 
-def resident_bytes(strategy: GridStrategy, stage: StageModule, accumulates: bool) -> int:
+def resident_bytes(strategy: GridStrategy, stage: StageModule) -> int:
     """Return a rank's bytes without its stage's parameters and activations."""
     module, ownership, grid = strategy.own_module, strategy.ownership, strategy.grid
     freed = set[str]().union(*ownership.names) - ownership.names[dist.get_rank(grid.pipeline)]
     if not strategy.free_unowned:
         freed = set()
-    steppers = ownership.steppers.items()
-    stepped_elsewhere = {name for name, rank in steppers if rank != grid.replicas.rank}
     params = {name: param for name, param in module.named_parameters() if name not in freed}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
-    trained = {name: param for name, param in params.items() if param.requires_grad}
-    whole = storage_bytes([*trained.values()])
-    stepped = storage_bytes([p for name, p in trained.items() if name not in stepped_elsewhere])
+    trained = storage_bytes([param for param in params.values() if param.requires_grad])
     everything = storage_bytes([*params.values(), *module.buffers()])
-    # Lightning clears the last step's gradients after this step. Accumulated gradients are not
-    # averaged yet, so every pipeline has them whole.
-    gradients = whole + (whole if accumulates else stepped)
+    # Lightning clears the last step's gradients after this step.
+    gradients = 2 * trained
     # Optimizers have no state for parameters that are freed here.
     optimizers = module.trainer.optimizers
     with_state = [param for optimizer in optimizers for param in optimizer.state]
     with_state_bytes = storage_bytes(with_state) if with_state else gradient_bytes(module)
     state_share = optimizer_state_bytes(optimizers) / max(1, with_state_bytes)
-    return max(0, everything - own) + gradients + int(stepped * state_share)
+    return max(0, everything - own) + gradients + int(trained * state_share)
 
 
 def _lifted(stage: StageModule) -> tuple[fx.GraphModule, list[Tensor]]:

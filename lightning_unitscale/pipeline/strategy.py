@@ -61,9 +61,6 @@ class PipelineStrategy(SavingStrategy):
         num_microbatches: Number of equal parts of every batch.
         data_parallel: Number of parallel pipelines. They divide the devices and the data, and
             average their gradients as in DDP.
-        shard_optimizer: Whether devices with the same stage divide optimizer state, averaged
-            gradients and optimizer steps among themselves (ZeRO, stage 2). Each parameter is
-            stepped on one of them, and has no gradient on the others.
         stages_per_rank: Stages on each device. ``"auto"`` uses the fewest that the schedule needs.
         split: ``"auto"`` balances the stages by the profiler's costs, unless the code calls
             ``pipe_split()``. Or a dict from submodule paths to the edge to cut, or a split policy.
@@ -90,18 +87,12 @@ class PipelineStrategy(SavingStrategy):
     Raises:
         ValueError: If an argument is out of range.
 
-    References:
-        Sharded optimizers: Rajbhandari et al. (2020), "ZeRO: Memory Optimizations Toward Training
-        Trillion Parameter Models", section 5.2.
-
     Examples:
         >>> PipelineStrategy("1F1B", num_microbatches=8).schedule.name
         '1F1B'
     """
 
     _step: PipelinedStep | PipelinedForward | None = None
-    # Whether existing gradients are the mean over the pipelines.
-    _has_means = False
 
     def __init__(
         self,
@@ -109,7 +100,6 @@ class PipelineStrategy(SavingStrategy):
         *,
         num_microbatches: int,
         data_parallel: int = 1,
-        shard_optimizer: bool = False,
         stages_per_rank: int | str = "auto",
         split: str | Mapping[str, SplitPoint] | SplitPolicy = "auto",
         capture: str = "auto",
@@ -124,15 +114,8 @@ class PipelineStrategy(SavingStrategy):
         check_count("data_parallel", data_parallel)
         check_count("num_eval_microbatches", num_eval_microbatches)
         check_count("check_batches", check_batches, least=0)
-        check_flag("shard_optimizer", shard_optimizer)
         check_flag("free_unowned", free_unowned)
         check_positive("timeout", timeout, "seconds")
-        if shard_optimizer and data_parallel == 1:
-            raise ValueError(
-                "shard_optimizer=True with data_parallel=1: there is one device for each stage, "
-                "which needs all of its optimizer state. Expected several pipelines. Raise "
-                "data_parallel, or leave shard_optimizer out."
-            )
         if not (isinstance(stages_per_rank, str) and stages_per_rank == "auto"):
             check_count("stages_per_rank", stages_per_rank)
         expected = "'auto', a dict of paths of submodules to a SplitPoint, or a split policy"
@@ -153,7 +136,6 @@ class PipelineStrategy(SavingStrategy):
         self.schedule = find_schedule(schedule)
         self.num_microbatches = num_microbatches
         self.data_parallel = data_parallel
-        self.shard_optimizer = shard_optimizer
         self.stages_per_rank = stages_per_rank
         self.split = split
         self.capture = capture
@@ -235,28 +217,13 @@ class PipelineStrategy(SavingStrategy):
         """Add the gradients of the step."""
         module = self.own_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._has_means and self.shard_optimizer:
-            # Uncleared gradients are on one pipeline only, and will be divided again.
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.data_parallel)
         for parameter, gradient in self._stash.items():
             before = parameter.grad
             parameter.grad = gradient if before is None else before + gradient
         self._stash = {}
-        self._has_means = not self._is_accumulating and self._owners is not None
-        if self._has_means:
-            assert self._owners is not None
+        if self._owners is not None and not self._is_accumulating:
             self._owners.average_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the parameters of this rank. Each pipeline may have only a share of them."""
-        result = super().optimizer_step(*args, **kwargs)
-        if self._owners is not None:
-            self._owners.share_steps()
-        return result
 
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
         """Return the number of elements with a gradient, for parameters of all ranks."""
@@ -287,8 +254,7 @@ class PipelineStrategy(SavingStrategy):
             self._changes.enter_context(marked(module, self.split))
         elif not isinstance(self.split, str):
             policy = self.split
-        num_shares = self.data_parallel if self.shard_optimizer else 1
-        self.ownership = Ownership(module, num_ranks, rank_of, policy, num_shares)
+        self.ownership = Ownership(module, num_ranks, rank_of, policy)
         self._evaluations = {}
         self._steps_done, self._is_training = 0, trains
         if not trains:

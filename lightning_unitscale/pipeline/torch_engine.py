@@ -174,7 +174,7 @@ class EngineStage(Stage):
         )
         self._stage, self._run = stage, run
         self._is_separable = is_separable(stage.graph)
-        # Whether something other than the stage's graph prevents a split of the backward pass.
+        # True if something other than the stage's graph prevents a split of the backward pass.
         self.whole = False
 
     @override

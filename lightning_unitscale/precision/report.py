@@ -61,7 +61,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class Together:
-    """What was measured with all computations rounded at once."""
+    """The measurement with all computations rounded at once."""
 
     loss_change: float
     gradient_error: float  # relative; all backward computations rounded, the forward pass not

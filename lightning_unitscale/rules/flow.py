@@ -49,7 +49,7 @@ def rule_of(node: fx.Node) -> ScaleRule | None:
 
 _MADE_RMS = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "zero": 0.0}
 _MADE_RMS |= {"ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}
-# Standard normal numbers, and numbers between 0 and 1.
+# The RMS of standard normal numbers, and of numbers between 0 and 1.
 _MADE_RMS |= {"randn": 1.0, "randn_like": 1.0, "rand": 3**-0.5, "rand_like": 3**-0.5}
 _LARGEST_CONSTANT = 1e3
 _FULL = frozenset({"full", "new_full", "full_like"})

@@ -4,8 +4,8 @@ While an optimizer steps, a stand-in takes its place. It is an object of a subcl
 that shares every attribute but ``param_groups``, which are the user's split by equal settings.
 ``Optimizer.step`` runs its hooks and then calls the class's ``step`` with the arguments that the
 hooks return (``torch.optim.Optimizer.profile_hook_step``, since torch 2.0 and still in 2.13). The
-pre-hook returns the stand-in as the optimizer. No object of the user's is ever exchanged, so
-nothing must be restored when a step raises.
+pre-hook returns the stand-in as the optimizer. No object of the user is replaced, so nothing must
+be restored when a step raises.
 """
 
 from __future__ import annotations

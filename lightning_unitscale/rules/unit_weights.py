@@ -23,7 +23,7 @@ from lightning_unitscale.rules.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
-# Outside of this range a gradient counts as zero, or as broken: its unit would be noise.
+# Outside of this range a gradient counts as zero or as broken, since its unit would be noise.
 _MAX_LOG2 = 100
 _TELLING_FAN_IN = 5
 # Below this share of a sibling's RMS a gradient is rounding error. A key's bias moves all logits of

@@ -1,4 +1,4 @@
-"""Alerts of the scale monitor: their fields, their text, and their form in event files.
+"""Define alerts of the scale monitor: their fields, their text, and their form in event files.
 
 Standard library only: the dashboard's server reads alerts too.
 """

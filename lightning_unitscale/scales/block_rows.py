@@ -1,7 +1,7 @@
 """Count what block formats lose of a tensor, from whole blocks of a sample of it.
 
-Blocks lie along one dimension, the one that the matmul sums over. Where that is not the order of
-memory, the elements of the sampled blocks are gathered, so that the tensor is never copied.
+Blocks lie along one dimension, the one that the matmul sums over. If that is not the order of
+memory, only the elements of the sampled blocks are gathered, so the tensor is never copied.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def block_row(
     Args:
         tensor: Real floating point, of any shape and strides.
         axis: Dimension along which blocks lie.
-        layout: Which formats there are, and how many elements a sample has.
+        layout: The formats, and the number of elements in a sample.
         tensor_scale: Scale of a tensor for formats that have one. ``None`` takes it from the
             tensor's largest magnitude, which reads the whole tensor.
     """

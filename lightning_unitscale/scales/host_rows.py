@@ -32,16 +32,16 @@ _LIGHT_PART: Final = 2**17
 _EXACT_PART: Final = 2**16
 # Within these, sums of the squares of a part neither overflow nor lose anything in FP32.
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
-# Elements whose norm torch takes at once: it adds up a part of the squares one after the other.
+# Elements per norm: torch adds up the squares of a part one after the other.
 _NORM_LENGTH: Final = 512
 # Elements of a buffer for samples, which stays in the second level of cache.
 _BUFFER: Final = 2**16
-# A tensor of no more elements has its moments with others, not by calls of its own.
+# The moments of tensors up to this size are computed together, not one by one.
 _SMALL: Final = 2**12
-_FIELDS: Final = 256  # values of an FP32 exponent, as its bits have it
+_FIELDS: Final = 256  # number of values of FP32's exponent bits
 _BIAS: Final = 127
 _MANTISSA_BITS: Final = 23
-_NORMAL: Final = 2.0**-126  # the smallest number of FP32 that is none of the subnormal ones
+_NORMAL: Final = 2.0**-126  # the smallest normal number of FP32
 _MOST: Final = 2.0**120  # sums below it do not leave FP32
 _COLUMN: Final = {name: index for index, name in enumerate((*MOMENT_COLUMNS, "sampled"))}
 # Sum, sum of squares and largest magnitude.
@@ -70,7 +70,7 @@ class HostRows:
         self._counted: list[tuple[list[int], FloatArray]] = []
         self._rare: list[tuple[int, Tensor]] = []
         self._number = 0
-        # New memory for each part would take longer than what is done to it.
+        # Allocating memory for each part would take longer than the computation.
         self._part = torch.empty(_LIGHT_PART, dtype=torch.float32, device="cpu")
 
     def add(self, tensor: Tensor) -> int:
@@ -122,20 +122,20 @@ class _Samples:
     def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")
         self.used = 0
-        # Of each tensor: its number, its elements, how often they are repeated, and the length of
+        # For each tensor: its number, its elements, how often they are repeated, and the length of
         # its sample.
         self._kept: list[tuple[int, int, int, int]] = []
-        # Of each tensor that is not small.
+        # For each tensor that is not small.
         self._moments: list[_Moments] = []
 
     def room(self, length: int) -> Tensor:
-        """Return memory for one sample more."""
+        """Return memory for one more sample."""
         return self._buffer[self.used : self.used + length]
 
     def keep(
         self, number: int, numel: int, repeats: int, length: int, moments: _Moments | None
     ) -> None:
-        """Keep what is in the :meth:`room`; moments belong to magnitudes, none to all elements."""
+        """Keep the values in the :meth:`room`: magnitudes if there are moments, else all."""
         self.used += length
         self._kept.append((number, numel, repeats, length))
         if moments is not None:
@@ -144,7 +144,7 @@ class _Samples:
     def count(
         self, layout: RowLayout, fields: npt.NDArray[np.uint32]
     ) -> tuple[list[int], FloatArray]:
-        """Return the numbers of the tensors and their rows; the buffer is empty then."""
+        """Return the numbers of the tensors and their rows, and empty the buffer."""
         numbers, numel, repeats, lengths = map(list, zip(*self._kept, strict=True))
         starts = np.array([0, *itertools.accumulate(lengths[:-1])])
         rows = np.zeros((len(lengths), layout.num_columns))
@@ -198,10 +198,10 @@ class _Samples:
         starts: npt.NDArray[np.int64],
         layout: RowLayout,
     ) -> dict[int, FloatArray]:
-        """Fill in moments from the buffer; returns the rows of what is not all finite."""
+        """Fill in moments from the buffer, and return the rows that have non-finite elements."""
         elements = self._buffer[: self.used]
         values = elements.numpy()
-        # NaN and infinities are no errors.
+        # NaN and infinities are not errors.
         with np.errstate(invalid="ignore"):
             sums[:] = np.add.reduceat(values, starts, dtype=np.float64)
             squares[:] = np.add.reduceat(np.square(values, dtype=np.float64), starts)
@@ -222,7 +222,7 @@ def _count_subnormals(exponents: FloatArray, magnitudes: FloatArray, starts: Flo
 
 
 def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield the elements in their order, so many at a time."""
+    """Yield the elements in order, in parts of a given size."""
     numel = tensor.numel()
     if numel <= size:
         yield tensor
@@ -235,7 +235,7 @@ def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
 
 
 def _light_moments(tensor: Tensor, stride: int, sample: Tensor, memory: Tensor) -> _Moments | None:
-    """Return moments of FP32 or narrower elements, and take a sample of magnitudes on the way."""
+    """Return moments of FP32 or narrower elements, and sample magnitudes on the way."""
     largest = total = squares = 0.0
     begin = taken = 0
     if tensor.is_contiguous():
@@ -248,7 +248,7 @@ def _light_moments(tensor: Tensor, stride: int, sample: Tensor, memory: Tensor) 
             wide.view(part.shape).copy_(part)
         low, high = torch.aminmax(wide)
         amax = max(-low.item(), high.item())
-        if not amax < math.inf:  # NaN is not
+        if not amax < math.inf:  # NaN compares false
             return None
         chosen = wide[-begin % stride :: stride]
         number = chosen.numel()
@@ -270,9 +270,10 @@ def _light_moments(tensor: Tensor, stride: int, sample: Tensor, memory: Tensor) 
 
 
 def _squares(elements: Tensor) -> float:
-    """Sum of squares of elements in one dimension, without memory for the squares."""
-    # torch's dot product would be a matmul of the step in a session. NumPy's would leave the memory
-    # fixed in size, for good, and it is the user's: FSDP resizes what it gathers.
+    """Sum the squares of elements in one dimension, without memory for the squares."""
+    # In a session, torch's dot product would count as a matmul of the step. NumPy's would
+    # permanently prevent the user's memory from being resized, and FSDP resizes gathered
+    # parameters.
     rest = elements.numel() % _NORM_LENGTH
     rows = elements[: elements.numel() - rest].view(-1, _NORM_LENGTH)
     result: float = torch.linalg.vector_norm(rows, dim=1).square_().sum().item()

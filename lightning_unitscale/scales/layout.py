@@ -1,10 +1,11 @@
 """Define the columns of a statistics row.
 
 A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
-transfer to the host, one collective across ranks. No torch here: TensorBoard's server reads rows
-too. ``statistics.py`` computes them, and so do ``host_rows.py`` and the kernels in
-``triton_kernels.py``, whose columns have the same order: a new one is the last moment.
-``reduce.py`` combines, shifts and completes rows, and ``expected_row`` in the tests defines them.
+transfer to the host, one collective across ranks. This file does not import torch, because
+TensorBoard's server reads rows too. ``statistics.py`` computes them, and so do ``host_rows.py`` and
+the kernels in ``triton_kernels.py``, whose columns have the same order. Append a new one to the
+moments. ``reduce.py`` combines, shifts and completes rows, and ``expected_row`` in the tests
+defines them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 Kind = Literal["overflow", "subnormal", "flushed"]
 FORMAT_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-# Of the sampled blocks: elements, and those that become zero without being zero; blocks that are
-# not all zero, and those whose scale is beyond or below its range; and sums over these blocks of
-# log2 of the largest magnitude, and of its square.
+# Counts of the sampled blocks: elements, and nonzero elements that become zero; blocks that are not
+# all zero, and those whose scale is above or below its range. Then sums over these blocks of log2
+# of the largest magnitude, and of its square.
 BLOCK_COLUMNS: Final = (
     "elements", "flushed", "blocks", "saturated", "underflow", "log2_sum", "log2_square_sum",
 )  # fmt: skip
@@ -68,7 +69,7 @@ class RowLayout:
 
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
     histogram: bool = True
-    # Most elements of a sample; ``None`` reads all of a tensor.
+    # Maximum number of elements in a sample. ``None`` reads the whole tensor.
     sample_size: int | None = 16_384
     block_formats: tuple[BlockFormat, ...] = ()
     # Three FP64 numbers per format: a magnitude that does not exceed one is flushed (or zero);
@@ -131,7 +132,7 @@ class RowLayout:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def from_key(key: str) -> RowLayout:
-        """Return the layout whose ``key`` this is."""
+        """Return the layout with this ``key``."""
         formats, histogram, sample_size = json.loads(key)
         return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)
 
@@ -180,5 +181,5 @@ def _next_fp32(value: float) -> float:
     return float(nearest if float(nearest) > value else above)
 
 
-# The moments alone: no format is asked about and no exponent counted.
+# Only the moments, without formats and exponents.
 MOMENTS: Final = RowLayout(formats=(), histogram=False)

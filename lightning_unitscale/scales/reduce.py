@@ -56,7 +56,7 @@ def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
 
 
 def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """Return the columns that ranks add up, and those of which the largest counts."""
+    """Return the columns that ranks add up, and those of which they take the maximum."""
     there = ~rows[:, :1].isnan()
     filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
     largest, smallest = filled[:, layout.index("abs_max")], filled[:, layout.index("abs_min")]
@@ -94,7 +94,7 @@ def shift_rows(rows: Tensor, exponents: npt.NDArray[np.int64], layout: RowLayout
 def completed_rows(
     rows: Tensor, layout: RowLayout, log2_divisors: npt.NDArray[np.int64] | None = None
 ) -> Tensor:
-    """Return rows of all columns but those of blocks from the light rows of samples."""
+    """Return rows of all columns, except those of blocks, from the light rows of samples."""
     # A light row serves every format and unit, since a power of two only shifts its exponent
     # counts. Elements are assumed to be evenly spread within a binade. Two exact facts correct
     # this: whether anything overflows follows from the largest magnitude, and a tensor whose
@@ -135,7 +135,7 @@ def _format_counts(
     layout: RowLayout,
     log2_divisors: npt.NDArray[np.int64],
 ) -> FloatArray:
-    """Estimated numbers of elements per format and kind, shape ``(tensors, 3 * formats)``."""
+    """Estimate the number of elements per format and kind, shape ``(tensors, 3 * formats)``."""
     numel, largest, smallest = (
         moments[:, MOMENT_COLUMNS.index(name)] for name in ("numel", "abs_max", "abs_min")
     )
@@ -169,7 +169,7 @@ def _format_counts(
             (zero, stored <= flushed),
         ):
             np.copyto(share, np.where(applies, nonzero, 0.0), where=is_one)
-        # One element at least, of which the sample need not know.
+        # At least one element overflows, even if it is not in the sample.
         least = np.divide(1.0, numel, out=np.zeros_like(numel), where=numel > 0)
         np.copyto(overflow, np.maximum(overflow, least), where=over)
     return shares * numel[:, None]

@@ -1,4 +1,4 @@
-"""The statistics of all tensors of one step and of their gradients, on the host."""
+"""Hold the statistics of all tensors of one step and of their gradients, on the host."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class ScaleSnapshot:
         return self.column("nans", direction) + self.column("infs", direction)
 
     def read_by_matmuls(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Return which tensors, or gradients, matmuls read; shape ``(len(self),)``."""
+        """Mark the tensors, or gradients, that matmuls read, shape ``(len(self),)``."""
         flags = self.operands if direction == "forward" else self.matmuls
         return np.array(flags, dtype=bool)
 
@@ -160,7 +160,7 @@ class ScaleSnapshot:
         return result - self.log2_divisors(direction) if stored else result
 
     def log2_amax(self, direction: Direction) -> FloatArray:
-        """``log2`` of the largest finite magnitude of the stored tensors, shape ``(len(self),)``.
+        """Return ``log2`` of the largest finite stored magnitudes, shape ``(len(self),)``.
 
         ``-inf`` for a tensor of zeros, NaN where there was nothing to measure.
         """
@@ -210,7 +210,7 @@ class ScaleSnapshot:
         return np.divide(read, numel, out=np.ones_like(numel), where=numel != 0)
 
     def exponent_counts(self, direction: Direction = "forward") -> FloatArray | None:
-        """Exponent counts of all tensors, as measured, shape ``(len(self), 279)``, or ``None``."""
+        """Return exponent counts of all tensors, as measured, ``(len(self), 279)``, or ``None``."""
         if not self.layout.histogram:
             return None
         return self.rows(direction)[:, self.layout.exponents]

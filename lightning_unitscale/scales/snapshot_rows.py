@@ -70,7 +70,7 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
 
 
 def lost_kinds(layout: RowLayout) -> list[tuple[str, Sequence[str]]]:
-    """Return the names of the formats and block formats, and what is known of each."""
+    """Return the names of the formats and block formats, with the losses of each."""
     own = [(item.name, FORMAT_KINDS) for item in layout.formats]
     return [*own, *((item.name, BLOCK_KINDS) for item in layout.block_formats)]
 
@@ -78,7 +78,7 @@ def lost_kinds(layout: RowLayout) -> list[tuple[str, Sequence[str]]]:
 def write_csv(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> None:
     """Write the rows of all snapshots as CSV. A cell is empty if a number is not known."""
     rows = [row for snapshot in snapshots for row in snapshot_rows(snapshot)]
-    # The second fit of a monitor may have other formats than the first.
+    # A monitor's second fit may have other formats than its first.
     columns = list(dict.fromkeys(column for row in rows for column in row))
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="")
@@ -92,7 +92,8 @@ def write_json_lines(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> No
     with Path(path).open("w", encoding="utf-8") as file:
         for snapshot in snapshots:
             for row in snapshot_rows(snapshot):
-                # JSON has no infinity: a tensor of zeros, whose log2 is, has an RMS of 0.
+                # JSON has no infinity. The log2 RMS of a tensor of zeros is infinite, but its RMS
+                # is 0.
                 numbers = {key: finite(value) for key, value in row.items()}
                 file.write(json.dumps(numbers, allow_nan=False) + "\n")
 
@@ -111,7 +112,8 @@ class ScaleSummary:
     # ``scales/FP16/overflow_forward`` and ``underflow_forward``, the share of the worst tensor's
     # elements that overflow or become zero; and ``scales/num_violations``.
     numbers: dict[str, float]
-    # ``scales/FP16/overflow_forward_tensor``: its name; empty if no tensor loses anything.
+    # ``scales/FP16/overflow_forward_tensor``: the worst tensor's name, empty if no tensor loses
+    # anything.
     tensors: dict[str, str]
 
 
@@ -159,7 +161,7 @@ def exponent_histogram(
     if counts is None:
         return None
     rows = judged_by_format(snapshot, direction)
-    # The end bins take what lies beyond them, as those of a row do.
+    # The end bins include everything beyond them, as in a row.
     bins = np.arange(NUM_EXPONENTS) - snapshot.log2_divisors(direction)[rows, None]
     bins = bins.clip(0, NUM_EXPONENTS - 1).ravel()
     weights = np.nan_to_num(counts[rows]).ravel()

@@ -61,7 +61,7 @@ class TakenRow:
     index: int
 
 
-# Returns for each of several lists of rows the merged row; zeros for an empty list.
+# Returns the merged row of each list of rows, and zeros for an empty list.
 ReadRows: TypeAlias = Callable[[Sequence[Sequence[TakenRow]]], Tensor]
 
 
@@ -99,7 +99,7 @@ class StepRows:
 
 
 def _stream_of(tensor: Tensor) -> tuple[torch.device, int]:
-    """Return the device of a tensor, and the address of the stream that is current there."""
+    """Return a tensor's device and the address of its current stream."""
     device = tensor.device
     return device, stream_of(device)
 
@@ -133,13 +133,13 @@ def _read(
     return merged
 
 
-# A tensor lives until its row is made: no more than these wait for each other.
+# A tensor lives until its row is made, so at most this many wait for each other.
 _MOST_BYTES: Final = 2**24
 _MOST_TENSORS: Final = 64
 
 
 def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
-    """Statistics of one tensor."""
+    """Compute the statistics of one tensor."""
     check_floating(tensor)
     tensor = tensor.detach()
     measured = layout.measured
@@ -172,8 +172,8 @@ def _empty(like: Tensor, key: str, *shape: int) -> Tensor:
     return like.new_empty((*shape, RowLayout.from_key(key).num_columns), dtype=torch.float64)
 
 
-# Any strides will do: without the tag Inductor writes a tensor twice that it would have fused, once
-# for this operator and once for everybody else.
+# Strides do not matter. Without the tag, Inductor writes a tensor that it would have fused twice:
+# once for this operator, and once for all other readers.
 ROW_OPERATOR = define_operator(
     "statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor",
     _row,
@@ -190,8 +190,7 @@ JOINT_ROWS_OPERATOR = define_operator(
 
 def join_rows(graph_module: fx.GraphModule) -> None:
     """Replace calls for single light rows by calls for several neighboring tensors."""
-    # Each call of an operator of ours costs a compiled graph tens of microseconds, and code that
-    # runs once between others runs slowly.
+    # Each call of our operator costs a compiled graph tens of microseconds.
     graph = graph_module.graph
     if not graph.find_nodes(op="call_function", target=ROW_OPERATOR):
         return
@@ -210,7 +209,7 @@ def join_rows(graph_module: fx.GraphModule) -> None:
         if size is not None:
             waiting.append(node)
             num_bytes += size
-    # Inductor looks for what it has compiled before by the code.
+    # Inductor finds earlier compilations by the code.
     graph_module.recompile()
 
 
@@ -219,7 +218,7 @@ def _value(node: fx.Node) -> Tensor:
 
 
 def _light_bytes(node: fx.Node) -> int | None:
-    """Size of the tensor of a light row; ``None`` of others, and if it differs between calls."""
+    """Return the size of a light row's tensor. ``None`` for other rows and changing sizes."""
     if node.target is not ROW_OPERATOR:
         return None
     _, factor, key = node.args

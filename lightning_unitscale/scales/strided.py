@@ -17,9 +17,9 @@ from typing import Final
 from torch import Tensor
 
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
-# Numbers whose continued fractions end in ones, as that of the golden ratio does.
+# Numbers whose continued fractions end in ones, like that of the golden ratio.
 _FRACTIONS: Final = (1 / (2 + _GOLDEN + 1), 1 - _GOLDEN, _GOLDEN, 1 - 1 / (2 + _GOLDEN + 1))
-# Below this a sample sees all parts of a row in a few rows, whatever the fraction is.
+# Below this, a sample covers all parts of a row within a few rows, whatever the fraction.
 _SHORT: Final = 16
 
 
@@ -36,7 +36,7 @@ def sample_stride(numel: int, row_length: int, sample_size: int) -> int:
         longer = [(q + f) * row_length for q in (whole[0], whole[0] + 1) for f in _FRACTIONS]
         parts = [row_length / (q + f) for q in (whole[1], whole[1] - 1) for f in _FRACTIONS
                  if q + f > 0]  # fmt: skip
-        # Several strides a row, or several rows a stride.
+        # Several strides per row, or several rows per stride.
         found = longer if ratios[0] >= 1 else [*parts, longer[-1]]
         stride = min(math.ceil(one) for one in found if one >= shortest)
     while math.gcd(stride, row_length) > 1:
@@ -48,7 +48,7 @@ def sample_stride(numel: int, row_length: int, sample_size: int) -> int:
 class Elements:
     """The elements of a tensor in the order of memory."""
 
-    # Without the repetitions that ``expand`` makes, without dimensions of one element.
+    # Without repetitions by ``expand``, and without dimensions of one element.
     tensor: Tensor
     repeats: int
 

@@ -32,7 +32,7 @@ MEASURED: Final = (
 
 
 def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
-    """Return the share of every shifted binade that a cast treats in one way, shape ``(279,)``."""
+    """Return the share of every shifted binade that a cast affects in one way, shape ``(279,)``."""
     # Elements are assumed to be evenly spread within a binade. The flushed fraction is exact,
     # except for elements equal to the threshold. The overflowing fraction is approximate within the
     # binade of the format's maximum. The subnormal fraction is approximate within the binade just
@@ -46,9 +46,9 @@ def kind_weights(format: NumberFormat, kind: Kind, shift: int) -> FloatArray:
 
 
 def _share_below(threshold: float, shift: int) -> FloatArray:
-    """Share of every binade, shifted, that lies below ``threshold``: shape ``(279,)``."""
+    """Return the share of every shifted binade below ``threshold``, shape ``(279,)``."""
     exponents = MIN_EXPONENT + np.arange(NUM_EXPONENTS) + shift
-    # Of [2**e, 2**(e + 1)) the part below t is t / 2**e - 1, between none and all of it.
+    # The part of [2**e, 2**(e + 1)) below t is t / 2**e - 1, limited to [0, 1].
     with np.errstate(over="ignore", under="ignore"):
         return np.clip(np.ldexp(threshold, -exponents) - 1.0, 0.0, 1.0)
 

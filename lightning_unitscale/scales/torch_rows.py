@@ -28,10 +28,10 @@ def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
         return empty_rows(1, layout, tensor.device)[0].clone()
     wide = tensor.detach()
     if wide.dtype not in (torch.float32, torch.float64):
-        wide = wide.float()  # exactly, so that every threshold is one comparison
+        wide = wide.float()  # exact, so that every threshold is one comparison
     magnitude = wide.abs()
     finite = magnitude < math.inf
-    # Squares of gradients of 1e-25 vanish in FP32 and those of 1e25 overflow; not so in FP64.
+    # In FP32, squares of 1e-25 vanish and squares of 1e25 overflow. In FP64 they do not.
     exact = torch.where(finite, wide, 0.0).to(dtype)
     num_finite, infs = _count(finite), _count(magnitude == math.inf)
     elements = Elements.of(wide)
@@ -84,11 +84,11 @@ def check_floating(tensor: Tensor) -> None:
 
 def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[float | Tensor]:
     """``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``."""
-    # The edges are divided by the factor, not the elements multiplied: nothing then leaves the
-    # range, and no rounding can move an element across an edge.
+    # The edges are divided by the factor instead of multiplying the elements. So nothing leaves the
+    # range, and no rounding moves an element across an edge.
     if factor is None or not layout.edges:
         return layout.fp64_cuts if wide.dtype == torch.float64 else layout.fp32_cuts
-    # No constant tensor: a copy of it to the device would wait for the device.
+    # Not a constant tensor, because copying it would wait for the device.
     inverse = factor.to(row_dtype(wide.device)).reciprocal()
     edges = torch.stack([inverse * edge for edge in layout.edges])
     nearest = edges.to(wide.dtype)
@@ -102,13 +102,13 @@ def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
     if sample.dtype == torch.float64:
         exponent = (magnitude.view(torch.int64) >> 52) - 1023
     else:
-        # The exponent field of a subnormal says nothing; 2**64 times as large it is normal.
+        # The exponent field of a subnormal number is 0. Multiplied by 2**64, the number is normal.
         tiny = magnitude < 2.0**-100
         lifted = torch.where(tiny, magnitude * 2.0**64, magnitude)
         exponent = (lifted.view(torch.int32) >> 23) - torch.where(tiny, 127 + 64, 127)
     bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT
     counted = (magnitude > 0) & (magnitude < math.inf)
-    # One bin more, thrown away, for zeros, NaN and infinities.
+    # One more bin, which is dropped, for zeros, NaN and infinities.
     bins = torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
     counts = torch.zeros(NUM_EXPONENTS + 1, dtype=dtype, device=sample.device)
     counts = counts.index_add(0, bins, torch.ones_like(bins, dtype=dtype))

@@ -57,5 +57,5 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """Pinned memory for a copy of a tensor, wherever new tensors are made by default."""
+    """Return pinned memory for a copy of a tensor, whatever the default device is."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

@@ -51,7 +51,7 @@ class AmaxTrends:
     def __init__(self, formats: Sequence[NumberFormat], horizon: int) -> None:
         self._formats = tuple(formats)
         self._horizon = horizon
-        # Of each sample also log2 of the largest magnitudes and of the divisors, gradients last.
+        # For each sample, also log2 of the largest magnitudes and of the divisors, gradients last.
         self._samples: deque[tuple[ScaleSnapshot, FloatArray, npt.NDArray[np.int64]]]
         self._samples = deque(maxlen=NUM_SAMPLES)
 
@@ -59,7 +59,7 @@ class AmaxTrends:
         """Add a snapshot."""
         last = self._samples[-1][0] if self._samples else snapshot
         if snapshot.names != last.names or snapshot.step <= last.step:
-            # Other tensors, or a second fit: what was before says nothing.
+            # Other tensors, or a second fit, so earlier samples are useless.
             self._samples.clear()
         values = np.concatenate(list(map(snapshot.log2_amax, DIRECTIONS)))
         units = np.concatenate(list(map(snapshot.log2_divisors, DIRECTIONS)))
@@ -70,7 +70,7 @@ class AmaxTrends:
 
     def _leaving(self, snapshot: ScaleSnapshot, num_merged: int) -> list[ScaleAlert]:
         steps = np.array([sample.step for sample, *_ in self._samples], dtype=np.float64)
-        # Of values and then of gradients, as all that follows from them.
+        # Values first, then gradients, here and below.
         values = np.stack([values for _, values, _ in self._samples])
         slopes, ends, errors = fitted_lines(steps, values)
         late, _, _ = fitted_lines(steps[NUM_SAMPLES // 2 :], values[NUM_SAMPLES // 2 :])
@@ -93,7 +93,7 @@ class AmaxTrends:
             inside = [(limit, item) for limit, item in limits if value <= limit]
             if not inside:
                 continue
-            # The format that it leaves first.
+            # The format that the tensor leaves first.
             limit, item = min(inside, key=operator.itemgetter(0))
             left = (limit - ends[index]) / rate
             if left > horizon:

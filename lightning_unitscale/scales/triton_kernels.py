@@ -29,7 +29,7 @@ from lightning_unitscale.scales.layout import (
     NUM_EXPONENTS,
 )
 
-# As kernels see them.
+# The same numbers as constants for kernels.
 _INF = tl.constexpr(math.inf)
 _LOWEST, _HIGHEST = tl.constexpr(MIN_EXPONENT), tl.constexpr(MAX_EXPONENT)
 _ALIGNMENT = tl.constexpr(16)
@@ -39,7 +39,7 @@ _MOMENTS = tl.constexpr(len(MOMENT_COLUMNS))
 _WIDTH = tl.constexpr(16)  # a power of two above that
 _ABS_MAX = tl.constexpr(MOMENT_COLUMNS.index("abs_max"))
 _ABS_MIN = tl.constexpr(MOMENT_COLUMNS.index("abs_min"))
-# Numbers that differ from tensor to tensor: none is worth a kernel of its own.
+# Numbers that differ from tensor to tensor. None is worth another kernel.
 _NUMBERS: Final = (
     *("row", "slots", "sample_slots", "numel", "repeats", "blocks", "num_programs"),
     *("sampled", "sample_stride"),
@@ -80,7 +80,7 @@ def partial_rows(
     if LONG:
         program = program.to(tl.int64)
     if ALIGNED:
-        # Tells the compiler so, which then reads what a thread reads at once in one instruction.
+        # This lets the compiler load all elements of a thread in one instruction.
         numel = numel // _ALIGNMENT * _ALIGNMENT
     part = parts + (row * slots + program) * _MOMENTS
     if program == 0:
@@ -103,7 +103,7 @@ def partial_rows(
             offset = index
             if size1 is not None:
                 offset = _offset(index, size1, size2, size3, stride0, stride1, stride2, stride3)
-            # The last block is filled up with zeros.
+            # The last block is padded with zeros.
             x = wide(tl.load(tensor + offset, mask=index < numel, other=0.0))
             magnitude = tl.abs(x)
             finite = magnitude < _INF
@@ -137,7 +137,7 @@ def partial_rows(
     elif SAMPLED:
         which = program - num_programs
         spot = which * SAMPLE + tl.arange(0, SAMPLE)
-        # Also those behind the end of the sample stay within 32 bits, if the tensor does.
+        # Positions after the end of the sample also fit 32 bits, if the tensor's do.
         place = spot * sample_stride
         if size1 is not None:
             place = _offset(place, size1, size2, size3, stride0, stride1, stride2, stride3)
@@ -201,12 +201,12 @@ def joint_rows(
 
 @triton.jit
 def _unit(top: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The inverse of the power of two of magnitudes, and the power itself, in FP64."""
+    """Return the power of two of magnitudes, inverted and itself, in FP64."""
     if top.dtype == tl.float64:
         one = top * 0 + 1.0
         return one, one
     else:
-        # The last but one, so that the inverse is a normal number too.
+        # The second to last, so that the inverse is a normal number too.
         field = tl.minimum(tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 1), 253)
         scale = ((254 - field) << 23).to(tl.float32, bitcast=True)
         return scale, (field << 23).to(tl.float32, bitcast=True).to(tl.float64)
@@ -248,7 +248,7 @@ def _exponent_counts(x: tl.tensor) -> tl.tensor:
     if x.dtype == tl.float64:
         exponent = ((magnitude.to(tl.int64, bitcast=True) >> 52) - 1023).to(tl.int32)
     else:
-        # The exponent field of a subnormal says nothing; 2**64 times as large it is normal.
+        # The exponent field of a subnormal number is 0. Multiplied by 2**64, the number is normal.
         tiny = magnitude < 2.0**-100
         lifted = tl.where(tiny, magnitude * 2.0**64, magnitude)
         exponent = (lifted.to(tl.int32, bitcast=True) >> 23) - tl.where(tiny, 127 + 64, 127)

@@ -36,13 +36,13 @@ _MIN_BLOCKS: Final = 4
 _MAX_PROGRAMS: Final = 1024
 _SAMPLE_BLOCK: Final = 2048
 _MAX_DIMS: Final = 4
-# Bytes; Triton has another kernel for an address that is no multiple of it.
+# In bytes. Triton compiles another kernel for an address that is not a multiple of it.
 _ALIGNMENT: Final = 16
 _TYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # Rows that wait for one launch of the second kernel, and parts that it reads together.
 _WAITING: Final = 64
 _JOINED: Final = 64
-# By device and numbers: a launch of the second kernel before.
+# Earlier launches of the second kernel, by device and numbers.
 _JOINT_LAUNCHES: dict[tuple[int | None, ...], RepeatedLaunch | None] = {}
 
 
@@ -56,9 +56,8 @@ def triton_row(tensor: Tensor, layout: RowLayout) -> Tensor:
 class TritonRows:
     """A collector of rows for one device and stream, in shared memory."""
 
-    # A tensor with gaps is read where it lies, in the order of memory. Copied first, at the price
-    # of another launch, are FP8 tensors and those whose elements take more than four strides to
-    # describe.
+    # A tensor with gaps is read in place, in the order of memory. FP8 tensors, and those that need
+    # more than four strides, are copied first, which takes another launch.
 
     def __init__(
         self, layout: RowLayout, device: torch.device, num_waiting: int = _WAITING
@@ -69,11 +68,11 @@ class TritonRows:
         self._sample_size = layout.sample_size if layout.is_sampled else None
         self._sample_programs = -(-(self._sample_size or 0) // _SAMPLE_BLOCK)
         self._sample_slots = max(self._sample_programs, 1)
-        # The second kernel has read what is in these before the next tensor's programs write.
+        # The second kernel has read these before the next tensor's programs write them.
         self._shared: tuple[Tensor, ...] = ()
         self._slots = 0
         self._used = 0
-        # True if one program has made the whole row, as for the moments of a small tensor.
+        # True if one program computed the whole row, as for the moments of a small tensor.
         self._is_whole = False
         self._number = 0
         self._rows: list[Tensor] = []
@@ -169,7 +168,7 @@ class TritonRows:
         return self._shared
 
     def _join(self) -> None:
-        """Make rows of the parts of those that wait."""
+        """Make the rows of all waiting tensors from their parts."""
         if not self._used:
             return
         if self._is_whole:
@@ -201,9 +200,9 @@ class _Plan:
     grid: int
     # True if they are copied first.
     is_copied: bool
-    # Of the kernel, from the number of elements on.
+    # Arguments of the kernel, from the number of elements on.
     arguments: tuple[Any, ...]
-    # By whether a tensor's address is aligned: the launch of one before.
+    # An earlier launch, by whether the tensor's address is aligned.
     launches: dict[bool, RepeatedLaunch | None] = field(default_factory=dict)
 
 
@@ -215,7 +214,7 @@ def _plan(
     sample_size: int | None,
     device_index: int | None,
 ) -> _Plan:
-    """Return how such tensors are read; a device has compiled kernels of its own."""
+    """Return how to read such tensors. Each device has its own compiled kernels."""
     found, repeats = dims_in_memory(shape, strides)
     numel = math.prod(size for size, _ in found)
     row_length = next((size for size, _ in reversed(found) if size > 1), 1)
@@ -225,10 +224,10 @@ def _plan(
         dims = [(numel, 1)]
     is_plain = dims == [(numel, 1)]
     last = sum((size - 1) * stride for size, stride in dims)
-    is_long = max(numel, last) >= 2**30  # with as much again for what fills up the last program
+    is_long = max(numel, last) >= 2**30  # twice as many, to include the padding of the last program
     each = _THREAD_BYTES // (dtype if dtype in _TYPES else torch.float32).itemsize
     if not is_plain:
-        # Divisions take registers, those of 64 bits twice as many.
+        # Divisions need registers, and 64-bit divisions twice as many.
         each = 2 if is_long else min(4, each)
     num_blocks = -(-numel // (_THREADS * each))
     blocks = -(-num_blocks // min(_MAX_PROGRAMS, -(-num_blocks // _MIN_BLOCKS)))
@@ -250,7 +249,7 @@ def _plan(
 
 
 def _joined(found: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sizes and strides in the order of memory, of as few dimensions as there can be."""
+    """Return sizes and strides in the order of memory, with as few dimensions as possible."""
     dims: list[tuple[int, int]] = []
     for size, stride in found:
         if dims and dims[-1][1] == stride * size:
@@ -261,6 +260,6 @@ def _joined(found: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _described(dims: list[tuple[int, int]]) -> list[int]:
-    """Return the sizes but the first, and all strides, of four dimensions."""
+    """Return all sizes except the first, and all strides, of four dimensions."""
     sizes, strides = zip(*dims, *[(1, 0)] * (_MAX_DIMS - len(dims)), strict=True)
     return [*sizes[1:], *strides]

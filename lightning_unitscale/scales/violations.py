@@ -22,11 +22,11 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 Limits: TypeAlias = float | Mapping[str, float]
-# An infinity ends a training. Of a format that clips, one element of a thousand is no harm.
+# One infinity ruins a training. In a saturating format, one of a thousand elements may saturate.
 _DEFAULT_OVERFLOW: Final = {True: 0.0, False: 1e-3}
-# These put into a tensor what the user asks for: the -inf of a mask.
+# Operations that fill a tensor with a value from the user, such as the -inf of a mask.
 _FILLING: Final = frozenset({"masked_fill", "where", "full", "full_like", "fill"})
-# The largest numbers of FP32 and BF16, which some masks have in place of an infinity.
+# The largest numbers of FP32 and BF16, which some masks use instead of an infinity.
 _STAND_INS: Final = (float(np.finfo(np.float32).max), float.fromhex("0x1.fep127"))
 # Torch's names of losses that do not end in "loss".
 _LOSSES: Final = ("cross_entropy", "kl_div", "with_logits")
@@ -181,7 +181,7 @@ def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
 def judged_by_format(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which tensors are checked against formats: those that matmuls read."""
+    """Mark the tensors that are checked against formats: those that matmuls read."""
     # If no matmul is known, these are all tensors except scalars and losses, which stay in full
     # precision, as under autocast. NaN and infinities count as violations in all tensors.
     read = snapshot.read_by_matmuls(direction)
@@ -196,7 +196,7 @@ def judged_by_format(
 def judged_now(
     snapshot: ScaleSnapshot, direction: Direction, num_merged: int = 1
 ) -> npt.NDArray[Any]:
-    """Return which of :func:`judged_by_format` have a measured unit."""
+    """Mark the tensors of :func:`judged_by_format` that have a measured unit."""
     # A tensor that a matmul reads for the first time, or that was zero until now, has a unit from
     # the next step on. Its losses before that occur only once, so they are ignored.
     lacking = np.array(snapshot.lacking_units, dtype=bool).reshape(-1, len(DIRECTIONS))
@@ -219,7 +219,7 @@ def format_violations(
         order = range(len(snapshot)) if direction == "forward" else reversed(range(len(snapshot)))
         judged = judged_now(snapshot, direction, num_merged)
         may = dict.fromkeys(FORMAT_KINDS, judged)
-        if direction == "forward":  # the gradients of what a mask is added to are like any others
+        if direction == "forward":  # gradients of masked tensors are like any others
             may["overflow"] = judged & ~masks
         limits = [
             (
@@ -265,7 +265,7 @@ def percent(fraction: float) -> str:
 
 
 def _nonfinite(snapshot: ScaleSnapshot, direction: Direction) -> tuple[FloatArray, FloatArray]:
-    """Numbers of NaN and of infinities; 0 where nothing was measured."""
+    """Return the numbers of NaN and of infinities, 0 where nothing was measured."""
     return (
         np.nan_to_num(snapshot.column("nans", direction)),
         np.nan_to_num(snapshot.column("infs", direction)),

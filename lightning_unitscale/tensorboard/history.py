@@ -63,7 +63,7 @@ class ScaleHistory:
     modules: tuple[str, ...]
     # True if a tensor is not computed from others: parameters and inputs of the step.
     sources: tuple[bool, ...]
-    # True if a matmul reads the tensor; backward, its gradient.
+    # True if a matmul reads the tensor, or, backward, its gradient.
     operands: tuple[bool, ...]
     steps: npt.NDArray[np.int64]
     # Of the stored tensors, (T, N); ``-inf`` for a tensor of zeros, NaN for an absent one.
@@ -85,7 +85,7 @@ class FractionHistory:
     formats: tuple[NumberFormat, ...]
     steps: npt.NDArray[np.int64]
     fractions: npt.NDArray[np.float16]  # overflow, subnormal and flushed, (T, N, F, 3)
-    share_read: Floats  # the share of the elements behind the fractions, (T, N)
+    share_read: Floats  # the share of elements that the fractions come from, (T, N)
     block_formats: tuple[BlockFormat, ...]
     blocks: Floats  # the ``BLOCK_KINDS`` of block formats, (T, N, B, 4)
 
@@ -112,7 +112,7 @@ class RunScales:
                 measured.add(series.direction)
         sets = self._sets.values()
         modules: dict[str, str] = {}
-        # The inputs of every tensor; empty for older event files.
+        # The inputs of every tensor, empty if the event files have none.
         self.inputs: dict[str, tuple[str, ...]] = {}
         for observed in sets:
             modules.update(zip(observed.names, observed.modules, strict=True))
@@ -286,7 +286,7 @@ class LastStep:
         return _last(self._fractions[direction].blocks)
 
     def share_read(self, direction: Direction) -> npt.NDArray[Any]:
-        """Return the share of the elements behind the fractions, shape ``(tensors,)``."""
+        """Return the share of elements that the fractions come from, shape ``(tensors,)``."""
         return _last(self._fractions[direction].share_read)
 
 
@@ -360,7 +360,7 @@ def read_run(directory: str | Path) -> RunScales:
 
 
 def _hint(folder: Path) -> str:
-    """Return a hint where event files are instead."""
+    """Return a hint about where the event files are."""
     below = sorted({path.parent for path in folder.rglob(EVENT_FILES) if path.is_file()})
     if not below:
         return "Expected the folder that a TensorBoardLogger wrote (its log_dir). Correct the path."

@@ -104,7 +104,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
                     last = steps.get(parsed.direction, points.max_step)
                     steps[parsed.direction] = max(last, points.max_step)
             if steps:
-                # It grows with each new tag and each new step.
+                # This number grows with each new tag and each new step.
                 version = sum(1 + points.max_step for points in series.values())
                 runs.append(responses.ListedRun(run, started.get(run, 0.0), steps, version))
         return http_util.Respond(request, responses.runs_json(runs), "application/json")
@@ -139,7 +139,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
     def _fraction_history(
         self, request: Request, run: RunScales, direction: Direction
     ) -> FractionHistory:
-        """Return the fractions of all tensors, cached since a long run has tens of megabytes."""
+        """Return the fractions of all tensors, cached because they take tens of megabytes."""
         experiment = plugin_util.experiment_id(request.environ)
         name = request.args["run"]
         steps = tuple(points.max_step for points in self._series(request)[name].values())

@@ -34,8 +34,8 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.schema import PLUGIN_NAME, ExponentCounts
 
 Array = npt.NDArray[np.floating[Any]]
-_CRC_MASK: Final = 0xA282EAD8  # of the TFRecord format
-# TensorBoard has good colors for a few devices only, fewer than there are powers of two.
+_CRC_MASK: Final = 0xA282EAD8  # constant of the TFRecord format
+# TensorBoard has good colors only for a few devices, fewer than there are powers of two.
 _POWERS_PER_COLOR: Final = 4
 _log = logging.getLogger(__name__)
 

@@ -232,7 +232,7 @@ def bundle(*entries: str) -> str:
 
 
 def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
-    """Yield the answers to the page's requests, under the keys of source.js."""
+    """Yield the answers to the page's requests, with the keys of source.js."""
     listed = []
     for number, (name, run) in enumerate(runs.items()):
         yield _key("alerts", name), responses.alerts_json(run.alerts())
@@ -254,7 +254,7 @@ def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
                 yield _key("fractions", *key), responses.fractions_frame(fractions, column)
         # The page opens with the newest run, so make the first one the newest.
         listed.append(responses.ListedRun(name, float(-number), last_steps))
-    if len(runs) == _COMPARED:  # more pairs would take longer than the rest of the report
+    if len(runs) == _COMPARED:  # for more pairs this would take longer than the rest of the report
         for a, b in itertools.permutations(runs):
             yield _key("divergence", a, b), responses.divergence_json(runs[a], runs[b])
     yield _key("runs"), responses.runs_json(listed)

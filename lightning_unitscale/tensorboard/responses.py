@@ -44,9 +44,9 @@ class ListedRun:
     """A run that has scales."""
 
     name: str
-    started: float  # in seconds since 1970; the page opens with the newest
+    started: float  # in seconds since 1970. The page opens with the newest run.
     last_steps: Mapping[Direction, int]
-    # Changes with each step, and with late data of the last one, such as alerts.
+    # This changes with each step, and with late data of the last step, such as alerts.
     version: int = 0
 
 
@@ -77,7 +77,7 @@ def precision_json(run: RunScales) -> bytes:
 
 
 def divergence_json(run: RunScales, compared: RunScales) -> bytes:
-    """Return where two runs diverge, with the report as ``text``; only the text of an error."""
+    """Return where two runs diverge, with the report as ``text``, or only an error's text."""
     try:
         found = find_divergence(run, compared)
     except ValueError as error:
@@ -131,8 +131,8 @@ def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
 
 def fractions_frame(history: FractionHistory, tensor: int) -> bytes:
     """Return the out-of-range fractions of one stored tensor, array ``(T, F, 3)``."""
-    # Array `blocks` is what block formats lose of it, `(T, B, 4)`. The header's `share_read` is the
-    # share of its elements behind the fractions, for every step.
+    # Array `blocks` has its losses to block formats, `(T, B, 4)`. The header's `share_read` is the
+    # share of elements that the fractions come from, for every step.
     header = {
         "steps": history.steps.tolist(),
         "formats": [item.name for item in history.formats],

@@ -31,7 +31,7 @@ tags, which is written once. NaN means that a tensor was absent, ``-inf`` that i
 for tensors that no matmul reads. ``spacing`` is written where it is known. ``numel`` and
 ``spacing`` are written at the first step, and again when they have changed.
 
-It imports no torch, because TensorBoard has none.
+This file does not import torch, because TensorBoard's server may not have it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ExponentCounts:
 
     counts: npt.NDArray[np.floating[Any]]  # finite non-zero, per exponent -150 to 128, (279,)
     num_sampled: int
-    log2_unit: int = 0  # stored exponents are lower by it
+    log2_unit: int = 0  # stored exponents are lower by this
 
     @classmethod
     def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
@@ -189,13 +189,13 @@ def exponent_vectors(
     counts: npt.NDArray[np.floating[Any]], num_sampled: npt.ArrayLike, log2_units: npt.ArrayLike
 ) -> list[npt.NDArray[np.floating[Any]]]:
     """Return a vector for each of several tensors, from counts of shape ``(tensors, 279)``."""
-    # It has the number sampled, the unit, the first exponent, and counts up to the last non-zero
-    # one. Most tensors use about thirty exponents, so this is a tenth of all counts.
+    # A vector has the number sampled, the unit, the first exponent, and counts up to the last
+    # non-zero one. Most tensors use about thirty exponents, so this is a tenth of all counts.
     present = counts > 0
     is_any = present.any(axis=1)
     starts = np.where(is_any, present.argmax(axis=1), 0)
     stops = np.where(is_any, NUM_EXPONENTS - present[:, ::-1].argmax(axis=1), 0)
-    # The three numbers of the head stand right before the first count, where there are zeros.
+    # The three numbers of the head replace zeros right before the first count.
     table = np.empty((len(counts), 3 + NUM_EXPONENTS), dtype=np.float32)
     table[:, 3:] = counts
     heads = (num_sampled, log2_units, MIN_EXPONENT + starts)

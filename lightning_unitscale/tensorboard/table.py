@@ -98,7 +98,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
             columns.append(
                 [_number(value) + mark for value, mark in zip(values, marks, strict=True)]
             )
-    # Shares that overflow and that become zero.
+    # The shares that overflow, and that become zero.
     lost = [snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1) for direction in DIRECTIONS]
     estimated = [snapshot.share_read(direction) < 1 for direction in DIRECTIONS]
     for index, item in enumerate(snapshot.layout.formats):
@@ -124,7 +124,7 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
 def _block_columns(
     snapshot: Scales, estimated: Sequence[npt.NDArray[np.bool_]]
 ) -> dict[str, list[str]]:
-    """Return what block formats lose, by the headers of columns; forward / backward."""
+    """Return the losses to block formats by column header, forward / backward."""
     shares = [snapshot.block_shares(direction) for direction in DIRECTIONS]
     columns = {}
     for index, item in enumerate(snapshot.layout.block_formats):

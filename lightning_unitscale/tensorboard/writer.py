@@ -76,7 +76,7 @@ _BEFORE_THINNING: Final = {
     "histograms": 16,
 }
 _OF_EXPONENTS: Final = ("exponents", "histograms")
-# These hardly ever change, so they are written when they do.
+# These rarely change, so they are written only when they do.
 _WRITTEN_ONCE: Final = ("numel", "spacing")
 
 
@@ -125,7 +125,7 @@ class ScaleWriter:
         self._tabs = tabs
         self._sets: dict[TensorSet, TensorSet] = {}
         self._described: set[str] = set()
-        # By tag, the last vector of what is written once.
+        # The last vector of each tag that is written only on changes.
         self._written: dict[str, npt.NDArray[Any]] = {}
         self._file_writer: Any = None
         self._thinning = Thinning(_BEFORE_THINNING)
@@ -183,7 +183,7 @@ class ScaleWriter:
         self._experiment.add_text(f"{NAMESPACE}/formats", f"- {text}", step)
 
     def written_folder(self) -> str:
-        """Return the folder of the event file, after all that was written is in it."""
+        """Return the folder of the event file, after flushing it."""
         self._experiment.flush()
         return str(self._experiment.log_dir)
 
@@ -197,7 +197,7 @@ class ScaleWriter:
         if not parts:
             return
         if file_writer is not self._file_writer:
-            # Each file needs the metadata of its tags, and what is written once.
+            # Each file needs the metadata of its tags, and the values that are written once.
             self._file_writer = file_writer
             self._described.clear()
             self._written.clear()
@@ -372,6 +372,6 @@ def tensorboard_command(logger: Any) -> str:
 
 def _relative_to_cwd(path: Path) -> str:
     """Return a path relative to the current folder; absolute if it is elsewhere."""
-    absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments use
+    absolute = Path(os.path.abspath(path))  # this keeps symbolic links, which environments use
     cwd = Path.cwd()
     return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)

@@ -1,4 +1,4 @@
-"""What helps to read the dashboard: labels, help, notes, and a page of every width."""
+"""Help for reading the dashboard: labels, help, notes, and a page of every width."""
 
 from dataclasses import replace
 

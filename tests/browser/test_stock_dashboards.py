@@ -1,4 +1,4 @@
-"""What TensorBoard's own dashboards make of the scales, in a real browser."""
+"""The scales in TensorBoard's own dashboards, in a real browser."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What is in view: what matmuls read, equal steps at equal places, an address to come back."""
+"""The view: operands of matmuls, equal steps at equal places, an address to come back to."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_operands_alone_are_what_the_backward_view_begins_with(dashboard):
     assert dashboard.app(ROWS) == names_of(MATMULS)
     dashboard.browser("tap", selector="[name=operands]")
     dashboard.settle("app.rows.length === 6")
-    # What somebody has chosen stays.
+    # The user's choice stays.
     dashboard.browser("press", key="f")
     dashboard.settle("app.panels[0].data.direction === 'forward'")
     assert dashboard.app(ROWS) == list(NAMES)

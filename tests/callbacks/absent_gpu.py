@@ -173,11 +173,11 @@ def _place(tensor: Tensor) -> int:
 
 
 class Device(FromOutside, SimulatedDevice):
-    """Where steps run."""
+    """The device that steps run on."""
 
 
 class CapturedDevice(SimulatedDevice):
-    """Where Dynamo sees steps run as it captures them.
+    """The device that Dynamo sees while it captures steps.
 
     Args:
         *args: As for a mode of fake tensors.

@@ -64,7 +64,7 @@ class Regression(pl.LightningModule):
 
 
 class Evaluated(Regression):
-    """With every other step too."""
+    """The same module with all other steps."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

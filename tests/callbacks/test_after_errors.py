@@ -90,7 +90,7 @@ class _FailingRows(Rows):
 
 
 class _Stopped(BaseException):
-    """Neither an ``Exception`` nor Ctrl-C."""
+    """An exception that is neither an ``Exception`` nor Ctrl-C."""
 
 
 _FAILURES: tuple[tuple[str, type[BaseException]], ...] = (

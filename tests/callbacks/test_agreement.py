@@ -58,7 +58,7 @@ class Module(pl.LightningModule):
 
 
 class Layers(Module):
-    """With a bias and without, on three dimensions."""
+    """Linear layers with and without a bias, on three dimensions."""
 
     reads = MappingProxyType(
         {
@@ -94,7 +94,7 @@ class Convolutions(Module):
 
 
 class Attention(Module):
-    """Of ``nn.MultiheadAttention``."""
+    """A module with ``nn.MultiheadAttention``."""
 
     reads = MappingProxyType(
         {
@@ -343,7 +343,7 @@ class Shown(NamedTuple):
 
     @property
     def divisor(self) -> int:
-        """By which power of two it is stored smaller; digits may be rounded."""
+        """Return the power of two that the stored value was divided by. Digits may be rounded."""
         divisor = round(self.true - self.stored)
         assert abs(self.true - self.stored - divisor) < 0.15
         return divisor

@@ -24,7 +24,7 @@ GROWS_AT = 6
 
 def _module(package: Any) -> Any:
     class Growing(package.LightningModule):  # type: ignore[misc]
-        """Its weights leave E4M3 at a step."""
+        """A module whose weights leave E4M3 at a step."""
 
         def __init__(self) -> None:
             super().__init__()

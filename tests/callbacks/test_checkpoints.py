@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of a short run by each method, with its optimizer's state and without."""
+    """Checkpoints of a short run by each method, with and without the optimizer's state."""
     folder, paths = tmp_path_factory.mktemp("checkpoints"), {}
     for method in ("lossless", "unit-scaling", "u-mup"):
         pl.seed_everything(1, verbose=False)

@@ -180,7 +180,7 @@ def test_the_class_in_place_of_an_instance(kind: Any, others: Any, package: str)
 
 
 def test_hooks_of_a_class_are_called_with_an_instance() -> None:
-    """As a subclass calls those of its base."""
+    """A subclass calls the hooks of its base this way."""
     seen = []
 
     class Own(UnitScaleCallback):
@@ -221,10 +221,6 @@ OPTIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "microbatches of an evaluation that has none": (
         lambda: PipelineStrategy(num_microbatches=2, evaluation="whole", num_eval_microbatches=2),
         ("num_eval_microbatches=2", "evaluation='whole'"),
-    ),
-    "a sharded optimizer on one pipeline": (
-        lambda: PipelineStrategy(num_microbatches=2, shard_optimizer=True),
-        ("shard_optimizer=True", "data_parallel=1"),
     ),
     "dynamic scales on a moving grid": (
         lambda: transforms.fp8_linears(torch.nn.Linear(2, 2), scaling="dynamic", grid="moving"),

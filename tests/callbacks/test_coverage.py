@@ -26,7 +26,7 @@ from tests.helpers import assert_same_bits
 
 
 class Recurrent(Regression):
-    """Its recurrent layer multiplies within one kernel, where no factor gets."""
+    """A module with a recurrent layer, whose matmuls are inside one kernel."""
 
     def __init__(self, hidden: int = 64) -> None:
         super().__init__(norm=False, dropout=0.0)
@@ -227,7 +227,7 @@ def test_every_step_has_its_line_in_explain() -> None:
 
 
 class Encoder(pl.LightningModule):
-    """In evaluation torch would run each of its layers in one kernel."""
+    """A module whose layers torch would run in one kernel each in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ class Adversarial(Noted):
 
 
 class _Strided(torch.autograd.Function):
-    """Whose results have other strides than a capture was told."""
+    """A function whose results have other strides than the capture expects."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def test_what_the_budget_means_is_said_in_the_same_warning() -> None:
 
 
 class ForwardHooks(Noted):
-    """Which are part of the graph, whenever they come and go."""
+    """Forward hooks are part of the graph, even if they are added and removed."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 2:

@@ -214,7 +214,7 @@ def test_a_layer_that_stops_fitting_leaves_fp8(
     captured: dict[str, Any], torch_kernels: None
 ) -> None:
     class Later(Tower):
-        """Its outlier comes while it trains, as those of language models do."""
+        """A network whose outlier appears during training, as in language models."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -93,7 +93,7 @@ def test_evaluation_in_fp8() -> None:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_an_evaluation_on_its_own(stage: str) -> None:
-    """Its bits are those without the callback, and no batch runs twice; in FP8 they are others."""
+    """It has the bits of a run without the callback, no batch runs twice, and FP8 differs."""
     found = []
     for callbacks in (
         [],

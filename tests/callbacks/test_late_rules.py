@@ -1,4 +1,4 @@
-"""By rules and in captured steps: tensors that are zero when units are first measured."""
+"""Tensors that are zero when units are first measured, by rules and in captured steps."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def test_first_gradients_that_overflow(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["Lora", "Annealed", "LateExpert"])
 def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
-    """Also between a value that is not zero and the step in which its unit is in force."""
+    """This includes the steps between the first nonzero value and its unit."""
 
     def part(state: dict[str, Any], start: int, stop: int) -> list[Tensor]:
         module = LATE[name]()

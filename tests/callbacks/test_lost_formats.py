@@ -74,7 +74,7 @@ def fit(
 
 
 def _are_rounded(steps: list[list[Tensor]], plain: list[list[Tensor]]) -> list[bool]:
-    """Of each step, whether its loss and every gradient of a matrix differ from the plain ones."""
+    """Check for each step that its loss and all gradients of matrices have changed."""
     return [
         all(
             not torch.equal(one, other)
@@ -264,7 +264,7 @@ def test_exclusions() -> None:
     assert not any(torch.equal(step[0], other[0]) for step, other in zip(steps, plain, strict=True))
 
     class Readout(Net):
-        """Its readout is a small part, or most of it."""
+        """A network whose readout is a small part, or most of it."""
 
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -354,7 +354,7 @@ def test_captured_steps_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPat
 
 
 class Uneven(Net):
-    """From a step on, a share of the activations hardly counts."""
+    """A network in which some activations become tiny at a step."""
 
     share, starts = 0.0, 0
 

@@ -406,7 +406,7 @@ def test_batches_of_changing_lengths_share_a_plan() -> None:
 
 
 class _FeedForward(_Lengths):
-    """Without attention it is planned in a third of the time."""
+    """A network without attention, which is planned in a third of the time."""
 
     def __init__(self) -> None:
         super().__init__()

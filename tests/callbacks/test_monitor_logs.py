@@ -1,4 +1,4 @@
-"""Where the monitor writes, at which step, and what it leaves out."""
+"""The monitor's logs: their place, their steps, and omitted values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What block formats lose, in the monitor: along which dimension, in which units, where shown."""
+"""Losses to block formats in the monitor: their dimension, their units, and their display."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_blocks_lie_along_the_sum_of_the_matmul() -> None:
     for name, (made_by, axis) in axes.items():
         expected_row = block_row(gradients[made_by], axis, LAYOUT).tolist()
         assert blocks_of(snapshot, "backward", name) == expected_row
-    # What no matmul reads has no blocks.
+    # Tensors that no matmul reads have no blocks.
     assert not any(blocks_of(snapshot, "forward", "linear.bias"))
     assert math.isnan(snapshot.block_shares()[snapshot.names.index("linear.bias"), 0, 0])
 

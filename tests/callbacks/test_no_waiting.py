@@ -172,7 +172,7 @@ class Absent(SingleDeviceStrategy):
 
 
 class Seen(pl.Callback):
-    """Which sample is the last one at the end of an epoch."""
+    """Records the last sample at the end of each epoch."""
 
     def __init__(self, monitor: ScaleMonitor) -> None:
         self.steps: list[int] = []

@@ -1,4 +1,4 @@
-"""Without FP8, FP16 or rules no step is run twice: whatever it does outside, it does once."""
+"""Without FP8, FP16 or rules no step runs twice, so its side effects happen once."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_weight_that_freezes_and_thaws_within_the_step() -> None:
 
 
 class Uneven(Regression):
-    """Its last batch does not fit; the error is the one without us, and can be caught."""
+    """A module whose last batch does not fit. Its error is unchanged and can be caught."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0] if batch_idx != 1 else batch[0][:, :5]

@@ -36,7 +36,7 @@ from tests.helpers import assert_same_bits
 
 
 class Prefixed(Regression):
-    """With a backbone, as ``BackboneFinetuning`` wants it."""
+    """A module with a backbone, which ``BackboneFinetuning`` requires."""
 
     def __init__(self) -> None:
         super().__init__(lambda one: torch.optim.SGD(filter(_trains, one.parameters()), lr=0.1))

@@ -1,4 +1,4 @@
-"""What is added to an out-of-memory error of a training step."""
+"""The text that is added to an out-of-memory error of a training step."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_fabric(base: str) -> None:
 
 
 def test_fabric_needs_no_backward_of_its_own() -> None:
-    """With 32-true a loop may call ``loss.backward()``, as without the plugin."""
+    """With 32-true, a loop may call ``loss.backward()``, as it may without the plugin."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[UnitScaledPrecision()])
     model, optimizer = fabric.setup(*new(1))
     x, y = next(iter(batches()))

@@ -1,4 +1,4 @@
-"""When units are measured, when they are taken anew, and that nothing is compiled for it."""
+"""The times of measurements and recalibrations, which compile nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 class Looks(pl.Callback):
-    """In which training batches operands were measured, and which of them somebody watched."""
+    """Records the training batches in which operands were measured, and those that were watched."""
 
     def __init__(self, patch: pytest.MonkeyPatch, num_batches: int = 1) -> None:
         self.measured: list[bool] = []
@@ -94,7 +94,7 @@ class Looks(pl.Callback):
 
 
 def _growing(self: Any, batch: Any, batch_idx: int) -> Any:
-    """Its inputs grow, and so its gradients shrink."""
+    """A step whose inputs grow, so its gradients shrink."""
     x, y = batch
     self.factor.mul_(2.0)
     return F.mse_loss(self.second(torch.tanh(self.first(x * self.factor))), y) / self.factor

@@ -196,7 +196,7 @@ class SkipsWithin(Counted):
 )
 @pytest.mark.parametrize("kind", [Skips, SkipsWithin])
 def test_a_call_without_operations_ends_no_capture(kind: type[Counted], callback: Any) -> None:
-    """By rules the unscaled model would run with the weights of the scaled one."""
+    """With rules, the unscaled model would run with the weights of the scaled one."""
     data = [torch.randn(n, 6) for n in (4, 0, 4, 5)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(is captured in|returned `None`)")

@@ -39,7 +39,7 @@ class _ViewsInInferenceMode(_Step):
 
 
 class _Momentum(_Step):
-    """As MoCo keeps its second encoder."""
+    """A momentum encoder, as in MoCo."""
 
     def training_step(self, batch, batch_idx):
         for new, old in zip(self.first.parameters(), self.copy.parameters(), strict=True):
@@ -129,7 +129,7 @@ def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
 
 
 class _Queue(_Step):
-    """As MoCo keeps its keys: the step replaces some of those that its loss has read."""
+    """A queue of keys, as in MoCo: the step replaces some keys that its loss has read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Queue(_Step):
 
 
 class _Centre(_Step):
-    """Its centre moves between the step and its backward pass."""
+    """A step whose center moves before its backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_what_is_written_before_the_backward_pass_is_not_computed_again(
 
 
 class _Averaged(_Step):
-    """Its metric keeps a sum, which comes to require a gradient, and a number of terms."""
+    """A step with a metric of a sum, which comes to require a gradient, and a count."""
 
     def __init__(self) -> None:
         super().__init__()

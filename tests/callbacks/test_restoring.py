@@ -147,7 +147,7 @@ PICKLED: dict[str, Callable[[], pl.Callback]] = {
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
 def test_a_callback_can_be_sent_to_another_process(name: str, is_used: bool) -> None:
-    """As ``strategy="ddp_spawn"`` does with the Trainer and all that it has."""
+    """``strategy="ddp_spawn"`` sends the Trainer and everything in it."""
     callback = PICKLED[name]()
     if is_used:
         run(_adam_regression, [callback])

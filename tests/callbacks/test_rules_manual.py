@@ -44,7 +44,7 @@ class ByHand(Classifier):
 
 
 class ByOneNorm(ByHand):
-    """As recipes have it: every parameter of the first layer is known to have a gradient."""
+    """Common recipes assume that every parameter of the first layer has a gradient."""
 
     def clipped(self) -> Tensor:
         total = torch.stack([one.grad.norm() for one in self.first.parameters()]).norm()

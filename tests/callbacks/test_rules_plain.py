@@ -21,7 +21,7 @@ from tests.helpers import IS_TORCH_2_11, assert_same_bits
 
 
 class OfBroken(Classifier):
-    """Its data come as a subclass of a tensor."""
+    """A module whose data are a tensor subclass."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0].as_subclass(Broken), batch[1]]

@@ -1,4 +1,4 @@
-"""Which steps the monitor samples: a schedule, a window, and both ends of a training."""
+"""The steps that the monitor samples: a schedule, a window, and both ends of a training."""
 
 from __future__ import annotations
 

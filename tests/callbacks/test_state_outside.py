@@ -138,7 +138,7 @@ def test_an_evaluation_reads_an_iterator_once() -> None:
 @pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* matmuls scaled")
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
 def test_rounded_matmuls_read_an_iterator_once_too(options: dict[str, Any]) -> None:
-    """They need units at once, and take them from the operands that they are about to round."""
+    """They need units immediately, and measure the operands that they are about to round."""
     found = run(lambda: Keeping(*KINDS["generator"]), [UnitScaleCallback(**options)], max_steps=6)
     assert len(list(found.module.kept)) == len(_others()) - 6
 

@@ -86,7 +86,7 @@ def test_what_a_step_returns_and_takes(step: Any) -> None:
 
 
 def _decorated(step: Any) -> Any:
-    """By a decorator that passes everything on."""
+    """Wrap a step in a decorator that passes everything on."""
 
     @functools.wraps(step)
     def run_step(*args: Any, **kwargs: Any) -> Any:
@@ -455,7 +455,7 @@ def test_activation_checkpoints(reentrant: bool, captured: bool) -> None:
 
 
 class Configured(Evaluated):
-    """Its layers do not exist before ``configure_model``."""
+    """A module whose layers do not exist before ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def test_embeddings_with_sparse_gradients(how: str) -> None:
 
 
 class SparseStep(Regression):
-    """Its embeddings have sparse gradients, which it reads when it steps by hand."""
+    """A module with sparse gradients of embeddings, which its manual step reads."""
 
     def __init__(self, *, by_hand: bool = False) -> None:
         super().__init__(momentum, norm=False, dropout=0.0)

@@ -17,7 +17,7 @@ from tests.helpers import assert_same_bits
 
 
 class Checkpointed(Regression):
-    """Its first layers run in a checkpoint."""
+    """A module whose first layers run in a checkpoint."""
 
     options: ClassVar[dict[str, Any]] = {"use_reentrant": False}
 

@@ -1,4 +1,4 @@
-"""What a step writes through another name of a tensor stays written, under every transform."""
+"""Writes through another name of a tensor are kept under every transform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares memory with whom, and who writes into it, is what torch itself does."""
+"""Shared memory, and writes into it, are found as torch itself has them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_which_operations_hand_their_argument_back() -> None:
 
     graph_module = captured(function, torch.randn(4, 4))
     make_out_of_place(graph_module.graph)
-    # What torch itself does, node by node.
+    # The effects of torch itself, node by node.
     handed_back: dict[fx.Node, bool] = {}
 
     class Identities(fx.Interpreter):
@@ -91,7 +91,7 @@ def test_an_embedding_that_shortens_its_rows_writes_into_its_weight(function: An
     shortened, plain = _returned(graph)
     assert written_arguments(shortened) == (weight,)
     assert written_arguments(plain) == ()
-    # What it looks up is a copy.
+    # The result is a copy.
     assert aliased_by_mutation(graph) == {weight}
 
 

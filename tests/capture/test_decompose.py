@@ -67,7 +67,7 @@ def _assert_same_as(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphMo
 
 
 def _values_of_inputs(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Any]:
-    """What Dynamo passes to the graph of ``function``, in the order of its placeholders."""
+    """Return the inputs of the graph of ``function``, in the order of its placeholders."""
     seen: list[list[Any]] = []
 
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What Dynamo hands over is described and copied, and never changed."""
+"""Dynamo's graphs are described and copied, and never changed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_types_of_autocast_inside_and_around() -> None:
 
 
 def test_a_recurrent_kernel_is_one_operation_of_the_graph() -> None:
-    """Without it Dynamo gives up on all of a frame that mentions one before anything else."""
+    """Without this, Dynamo gives up on every frame that mentions a recurrent kernel."""
 
     class Encoder(nn.Module):
         def __init__(self) -> None:

@@ -189,7 +189,7 @@ def test_an_error_of_the_user_s_is_left_to_the_real_call() -> None:
 
 
 def test_no_backward_pass_leaves_the_graph() -> None:
-    """What has computed an input is the caller's, who will go backward through it himself."""
+    """The graph that computed an input belongs to the caller, who runs its backward pass."""
     weight = nn.Parameter(torch.ones(2))
     x = torch.randn(3, 2) * weight
     layer = nn.Linear(2, 1)

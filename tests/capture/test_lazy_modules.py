@@ -54,7 +54,7 @@ def test_units_of_a_lazy_module() -> None:
 
 
 def test_random_numbers_of_a_lazy_module_with_a_plan() -> None:
-    """Its first weights and the step's dropout draw in the order of an uncaptured step."""
+    """The first weights and the step's dropout draw in the order of an uncaptured step."""
 
     def trained(transform: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
         layers = (nn.LazyLinear(5), nn.Dropout(0.3), nn.LazyLinear(1))

@@ -52,7 +52,7 @@ def _call(rule: MatmulRule, *others: Any, mask: Any = ()) -> tuple[Any, ...]:
 
 
 def _is_read(rule: MatmulRule, args: tuple[Any, ...], position: int, **kw: Any) -> bool:
-    """Whether what is asked of torch's own operator is another number with NaN in an argument."""
+    """Check whether the results of torch's own operator change with NaN in an argument."""
     changed = list(args)
     changed[position] = torch.full_like(args[position], math.nan)
     result = getattr(_ATEN, rule.operator)(*changed, **kw)

@@ -80,7 +80,7 @@ class Network(nn.Module):
 
 
 class Multiplied(Network):
-    """What ``MultiplyLinears`` must make of the network."""
+    """The expected result of ``MultiplyLinears``."""
 
     factor = 1.0
 

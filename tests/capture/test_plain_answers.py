@@ -1,4 +1,4 @@
-"""Who is told that a step is being compiled: torch itself, and nobody else."""
+"""Only torch itself is told that a step is being compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rehearsed step changes is undone."""
+"""The changes of a rehearsed step are undone."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _encoder() -> tuple[nn.Module, Tensor]:
 
 
 def _both(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Its results in training and in evaluation."""
+    """Return a module's results in training and in evaluation."""
     trained = module.train()(x).detach()
     with torch.no_grad():
         return trained, module.eval()(x)

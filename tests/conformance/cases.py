@@ -1,4 +1,4 @@
-"""What a case of the conformance matrix is, and short ways to write one."""
+"""Cases of the conformance matrix, and short ways to write them."""
 
 from __future__ import annotations
 

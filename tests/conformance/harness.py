@@ -85,7 +85,7 @@ def differences(found: Record, expected: Record) -> list[str]:
 
 
 def coverage_of(callbacks: Sequence[pl.Callback]) -> Any:
-    """What a callback says of the matmuls it has seen and those it ran in units, if it does."""
+    """Return a callback's counts of matmuls seen and scaled, if it has any."""
     return next((c.coverage for c in callbacks if hasattr(c, "coverage")), None)
 
 
@@ -229,7 +229,7 @@ def _stride(tensor: Tensor) -> Any:
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """What modules keep that is neither a parameter nor a buffer."""
+    """Return the state of modules that is neither a parameter nor a buffer."""
     kept = (Tensor, int, float, str, list, dict)
     return [
         (f"{path}.{name}".lstrip("."), value)

@@ -1,4 +1,4 @@
-"""What tracking has to find, from hooks on the plain module."""
+"""The expected results of tracking, from hooks on the plain module."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
         warnings.simplefilter("ignore")
         for batch in case.batches():
             case.loss(scaled(*batch)).backward()
-            # What is refused in a later call was trained until then.
+            # A step that is refused in a later call was trained until then.
             before = _state(scaled)
     text = str(caught.value)
     assert REFUSED[name] in text and text.count(". ") >= 2, text

@@ -46,7 +46,7 @@ _LATER = (
     "numbers are looked at when units are measured, at steps 8, 16, 32, 64 and every 128th: "
     "between them, "
 )
-# What a user sees of these cases, by name; only with units.
+# Differences that a user sees in these cases, by name, only with units.
 INEXACT = {
     "numbers-attention_that_saturates_later": _LATER
     + "elements of a gradient below 1e-38 may differ by a subnormal number",
@@ -78,7 +78,7 @@ def test_there_are_enough_cases() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_shows_something(case: Case) -> None:
-    """That it repeats itself is seen where it has the bits of another training."""
+    """A case is reproducible if it has the bits of another training, which other tests check."""
     expected = plain(case)
     gradients = [v for name, v in expected.values.items() if "gradient of" in name]
     assert any(gradient is not None and gradient.any() for gradient in gradients)

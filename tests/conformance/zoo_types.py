@@ -15,7 +15,7 @@ CASES = zoo.cases
 
 
 def _scaled_up(output: Any) -> Tensor:
-    """As by a gradient scaler, so that gradients are normal numbers of FP16."""
+    """Scale the loss like a gradient scaler, so that gradients are normal FP16 numbers."""
     return weighted_sum(output) * 32.0
 
 

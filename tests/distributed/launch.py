@@ -109,7 +109,7 @@ def runs_of_collected(
 def codes_of_ranks(
     module: str, folder: Path, *arguments: str, num_ranks: int = 2, timeout: float = 240
 ) -> tuple[list[int], list[str]]:
-    """As :func:`run_ranks`; returns each rank's exit code and what it printed.
+    """Run ranks as :func:`run_ranks`, and return each rank's exit code and output.
 
     Raises:
         subprocess.TimeoutExpired: If they take longer than ``timeout`` seconds.
@@ -169,7 +169,7 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def quiet_rank() -> None:
-    """What every rank does first: nothing of Lightning's below errors, no warnings, one thread."""
+    """Set up a rank: show only Lightning's errors, no warnings, and use one thread."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -94,7 +94,7 @@ class FSDPInFabric(fabric_strategies.FSDPStrategy):
 
 
 class FSDPInTrainer(trainer_strategies.FSDPStrategy):
-    """As above."""
+    """The same for FSDP in a Trainer."""
 
 
 _GLOO: dict[str, Any] = {"process_group_backend": "gloo"}

@@ -72,7 +72,7 @@ def sharded(case: str, device: str = "cpu", sizes: tuple[int, int] | None = None
 
 
 def batch() -> Tensor:
-    """What the module is called with."""
+    """Return the arguments of the module's call."""
     return torch.ones(24, 33)
 
 

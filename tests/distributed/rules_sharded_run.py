@@ -186,7 +186,7 @@ def train(folder: Path, run: str, resume: Path | None = None) -> dict[str, Any]:
 
 
 def refusal_by_another_method(folder: Path, run: str, path: Path) -> str:
-    """What a validation in lossless units says of a checkpoint by rules."""
+    """Return the error of a lossless validation about a checkpoint of rules."""
     trainer = _trainer(folder, run, UnitScaleCallback())
     try:
         trainer.validate(_module(run), _doubles("Blocks", 1, 9), path, verbose=False)
@@ -196,7 +196,7 @@ def refusal_by_another_method(folder: Path, run: str, path: Path) -> str:
 
 
 def main(folder: Path, run: str) -> dict[str, Any]:
-    """What a run is to write down."""
+    """Return the results that a run writes."""
     try:
         found = train(folder, run)
     except (MisconfigurationException, RuntimeError, ValueError) as error:

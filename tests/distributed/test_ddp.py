@@ -26,7 +26,7 @@ Ranks = list[dict[str, Any]]
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Ranks]:
-    """What every rank computed; two processes run all that the tests read."""
+    """Results of every rank. Two processes run all cases that the tests read."""
     folder = tmp_path_factory.mktemp("ddp")
     runs = runs_of_collected(request, lambda test, kind, how: (f"{kind}:without", f"{kind}:{how}"))
     run_ranks("tests.distributed.ddp_run", folder, *runs, num_ranks=NUM_RANKS)

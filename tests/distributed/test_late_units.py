@@ -28,7 +28,7 @@ def _run(kind: str, method: str) -> str:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all that the tests read."""
+    """Results of every rank. Two processes run all cases that the tests read."""
     runs = runs_of_collected(
         request, lambda test, kind, method: (_run(kind, "plain"), _run(kind, method))
     )

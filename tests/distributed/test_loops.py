@@ -76,7 +76,7 @@ def _runs_of(test: str, kind: str = "", method: str = "", name: str = "", run: s
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all that the tests read."""
+    """Results of every rank. Two processes run all cases that the tests read."""
     runs = runs_of_collected(request, _runs_of)
     module = "tests.distributed.loops_run"
     return results_of_ranks(module, tmp_path_factory.mktemp("loops"), runs)
@@ -108,7 +108,7 @@ def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> N
 def results_of_four(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
-    """What each of four processes computed, two by two."""
+    """Results of each of four processes, two by two."""
     runs = runs_of_collected(
         request,
         lambda test, kind="", **_: (

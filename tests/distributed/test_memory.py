@@ -22,7 +22,7 @@ TOLERANCES = {"mixed": 0.03, "tensor": 0.05}
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank measured; two processes run all that the tests read."""
+    """Measurements of every rank. Two processes run all cases that the tests read."""
     runs = runs_of_collected(request, lambda test, case: [case])
     folder = tmp_path_factory.mktemp("memory")
     return results_of_ranks("tests.distributed.memory_run", folder, runs, NUM_RANKS)

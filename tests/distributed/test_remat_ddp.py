@@ -16,7 +16,7 @@ Results = Callable[[str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed."""
+    """Results of every rank."""
     runs = runs_of_collected(request, lambda test, kind="budget": ("whole", kind))
     folder = tmp_path_factory.mktemp("ddp")
     return results_of_ranks("tests.distributed.remat_ddp_run", folder, runs)

@@ -18,7 +18,7 @@ PLANNED = [
     *("plain:1.0", "plain:0.0", "plain:bytes", "plain:min_cut"),
     *(f"{setting}:{share}" for setting, share in SHARES.items()),
 ]
-# What oneDNN allocates in matmuls of 16 bits is known roughly.
+# The memory of oneDNN's 16-bit matmuls is known only roughly.
 TOLERANCES = {"mixed": 1.05}
 REFUSED = {
     "compile": "compile=True: with ModelParallelStrategy",
@@ -28,7 +28,7 @@ REFUSED = {
 WEIGHT = (32, 136)
 
 
-# What tests without parameters read. A budget in bytes is a share of what was predicted before.
+# Cases that tests without parameters read. A budget in bytes is a share of an earlier prediction.
 _READ = {
     "test_matmuls_of_the_graphs_are_scaled": ["plain:none", "plain:units"],
     "test_a_float_leads_from_the_smallest_peak_to_that_without_it": [
@@ -60,7 +60,7 @@ def _runs_of(
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all that the tests read."""
+    """Results of every rank. Two processes run all cases that the tests read."""
     folder = tmp_path_factory.mktemp("fsdp")
     runs = sorted(runs_of_collected(request, _runs_of), key=lambda run: run == "plain:bytes")
     return results_of_ranks("tests.distributed.remat_fsdp_run", folder, runs)

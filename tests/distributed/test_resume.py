@@ -16,7 +16,7 @@ Results = Callable[[str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all that the tests read."""
+    """Results of every rank. Two processes run all cases that the tests read."""
     runs = runs_of_collected(request, lambda test, kind: [kind])
     return results_of_ranks("tests.distributed.resume_run", tmp_path_factory.mktemp("resume"), runs)
 

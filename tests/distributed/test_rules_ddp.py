@@ -23,7 +23,7 @@ Ranks = list[dict[str, Any]]
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Ranks]:
-    """What every rank computed; two processes run all that the tests read."""
+    """Results of every rank. Two processes run all cases that the tests read."""
     runs = runs_of_collected(request, lambda test, kind="late": [kind])
     folder = tmp_path_factory.mktemp("ddp")
     return results_of_ranks("tests.distributed.rules_ddp_run", folder, runs)

@@ -57,7 +57,7 @@ def _runs_of(test: str, run: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed: two processes run most of the cases, four those in two ways."""
+    """Results of every rank. Two processes run most cases. Four run those sharded in two ways."""
     runs = runs_of_collected(request, _runs_of)
     of_four = [run for run in runs if _is_in_two_ways(run)]
     of_two = [run for run in runs if run not in of_four]

@@ -1,4 +1,4 @@
-"""What pages import from ``my_project``: a small module, and batches for two short epochs."""
+"""The ``my_project`` of the pages: a small module, and batches for two short epochs."""
 
 import lightning.pytorch as pl
 import torch

@@ -1,4 +1,4 @@
-"""What is public is in the reference."""
+"""All public names are in the reference."""
 
 import re
 from pathlib import Path

@@ -203,7 +203,7 @@ class TestResume:
     def test_a_resumed_run_sees_the_batches_of_an_uninterrupted_one(
         self, text_file: Path, tmp_path: Path, limits: dict[str, int], stop: int
     ) -> None:
-        """In the middle of an epoch of four batches, and at its end."""
+        """Resume in the middle of an epoch of four batches, and at its end."""
 
         def run(ckpt_path: str | None = None, **arguments: Any) -> list[Tensor]:
             model = _Recorder()

@@ -33,7 +33,7 @@ def assert_cast(matrix, factor, dtype, wants=(True, True)):
     LAUNCHES.clear()
     expected = to_fp8(matrix, factor, dtype)
     pair = (_filled(expected), _filled(expected.t()))
-    # What was there before does not shine through.
+    # Earlier contents must not be visible.
     casts = [
         torch.full_like(each, 0x55).view(dtype) if is_wanted else None
         for each, is_wanted in zip(pair, wants, strict=True)

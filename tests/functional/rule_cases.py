@@ -64,7 +64,7 @@ class Case:
     skip: tuple[str, ...] = ()
 
     def call(self) -> tuple[list[Any], dict[str, Any]]:
-        """Its arguments, with new tensors."""
+        """Return the arguments of the case, with new tensors."""
         return [made(arg) for arg in self.args], {k: made(v) for k, v in self.kwargs.items()}
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ def _gradient(tensor: Tensor, factor: float, name: str) -> Tensor:
 
 
 def _assert_near(found: Tensor, expected: Tensor, num_terms: int) -> None:
-    """As near as a sum of so many terms in FP32, rounded once, has to be."""
+    """Assert the accuracy of a sum of this many terms in FP32, rounded once."""
     scale = expected.abs().max().item()
     tolerance = torch.finfo(found.dtype).eps + num_terms * torch.finfo(torch.float32).eps
     error = (found.double() - expected).abs().max().item()

@@ -215,7 +215,7 @@ def test_calls_that_crash_the_reference() -> None:
     assert convolved.shape == (4, 5, 8)
     assert U.conv1d(x, torch.randn(5, 6, 3), padding="same").shape == (4, 5, 8)
     assert U.conv1d(x[0], torch.randn(5, 6, 3)).shape == (5, 6)
-    # What nn.Softmax passes on.
+    # The arguments that nn.Softmax passes on.
     assert U.softmax(x, 1, _stacklevel=5).shape == x.shape
     assert U.add(x, 1).equal(x + 1)
     assert U.add(1, x).equal(x + 1)

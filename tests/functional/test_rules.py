@@ -73,7 +73,7 @@ def check(case: Case, mult: float) -> None:
     for name, (product, numel) in results.items():
         if name in case.skip:
             continue
-        # What a rule promises, and three standard deviations of an RMS over so few numbers.
+        # The rule's tolerance, and three standard deviations of an RMS over so few numbers.
         tolerance = case.own.get(name, case.tolerance) + 3 / math.sqrt(2 * numel)
         assert product == pytest.approx(1, abs=tolerance), (name, results)
 

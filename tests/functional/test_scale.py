@@ -189,7 +189,7 @@ def test_a_product_of_a_scaled_slice_has_the_bits_of_the_slices_product(
 
 @pytest.mark.parametrize("strides", [(6, 1, 6, 2), (36, 1, 12, 2), (6, 3, 3, 1), (60, 1, 20, 4)])
 def test_every_stride_is_kept(strides: tuple[int, ...]) -> None:
-    """Also of dimensions of size 1, by which convolutions tell channels-last images."""
+    """This includes dimensions of size 1, by which convolutions detect channels-last images."""
     x = torch.empty_strided((1, 2, 1, 3), strides).normal_().requires_grad_()
     factor = torch.tensor(2.0)
     for result in (

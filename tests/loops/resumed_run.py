@@ -35,7 +35,7 @@ SAVE_AT, KILL_AT = 6, 10
 
 
 def callbacks() -> tuple[UnitScaleCallback, ScaleMonitor]:
-    """Of which each rounding, and so each bit, depends on the units and on the step."""
+    """Callbacks whose rounding, and so every bit, depends on the units and on the step."""
     simulate = Simulate("fp8", rounding="stochastic")
     return UnitScaleCallback(simulate=simulate), ScaleMonitor(every_n_steps=2)
 

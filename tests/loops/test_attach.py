@@ -175,7 +175,7 @@ def test_what_nobody_holds_is_forgotten() -> None:
 
 
 def test_copies_are_plain() -> None:
-    """As an average of weights, or a file of the whole module, is made of it."""
+    """Copies for averaged weights, and files of whole modules, are unscaled."""
     model, optimizer = new()
     with attach(model, optimizer, METHODS["both"]()) as attachment:
         train(model, optimizer, batches(2))

@@ -122,7 +122,7 @@ def test_the_steps_of_a_lightning_module() -> None:
 
 
 class Scored(Net):
-    """Its loop calls another method, which calls the parts of the module and not itself."""
+    """A module whose loop calls a method that calls the parts of the module, not the module."""
 
     def score(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.down(F.gelu(self.norm(self.up(x)))), y)

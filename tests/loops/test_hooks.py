@@ -188,7 +188,7 @@ def test_closures_that_do_not_call_the_module() -> None:
 
 
 def test_a_model_that_is_trained_in_evaluation_mode() -> None:
-    """As with frozen norms: the first step shows that calls in this mode are of training."""
+    """This happens with frozen norms. The first step shows that these calls are training."""
     results = []
     for callbacks in ([], METHODS["both"]()):
         model, optimizer = new()
@@ -250,7 +250,7 @@ def test_nothing_of_a_module_is_ever_seen() -> None:
 
 
 def test_a_thread_that_evaluates_meanwhile() -> None:
-    """Its call is under way while the model is trained."""
+    """The thread's call runs while the model is trained."""
     is_within, may_leave = Event(), Event()
 
     def wait(*_: Any) -> None:
@@ -279,7 +279,7 @@ def test_a_thread_that_evaluates_meanwhile() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 def test_a_module_that_is_exported_while_it_is_attached() -> None:
-    """As loggers do that draw it."""
+    """Loggers that draw the module export it."""
     model, optimizer = new()
     x = batches(1)[0][0]
     with attach(model.eval(), optimizer, METHODS["both"]()):
@@ -315,7 +315,7 @@ def test_a_replica_is_plain(how: str) -> None:
 
 
 def test_gradients_in_a_batch() -> None:
-    """Their statistics are not taken."""
+    """Statistics of batched gradients are not measured."""
     model, optimizer = new()
     units, monitor = METHODS["both"]()
     with attach(model, optimizer, [units, monitor]):

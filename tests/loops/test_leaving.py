@@ -66,7 +66,7 @@ def _nested() -> tuple[Whole, Descent]:
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_attachments_that_end_in_any_order(order: tuple[int, ...]) -> None:
-    """Of a module and of its parts, which have one optimizer."""
+    """Attachments of a module and of its parts, with one optimizer."""
     results = []
     for is_attached in (False, True):
         model, optimizer = _nested()
@@ -90,7 +90,7 @@ def test_attachments_that_end_in_any_order(order: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("how", ["both", "fp8", "monitor"])
 @pytest.mark.parametrize("where", ["call", "loss", "backward", "optimizer", "loop"])
 def test_an_error_within_an_attachment(how: str, where: str) -> None:
-    """Of a function as well as of a context, after which the callbacks can be used again."""
+    """After an error in a function or a context, the callbacks can be used again."""
     model, optimizer = new()
     before = _fingerprint(model, optimizer)
     callbacks = METHODS[how]()
@@ -164,7 +164,7 @@ def test_a_start_that_fails() -> None:
 
 
 def test_another_wrapper_of_the_call_stays() -> None:
-    """As of packages that wrap ``forward`` themselves, when callbacks are there already."""
+    """Some packages wrap ``forward`` after the callbacks are attached."""
     model, optimizer = new()
     attachment = attach(model, optimizer, METHODS["both"]())
     ours = model.forward

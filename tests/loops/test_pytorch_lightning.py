@@ -111,7 +111,7 @@ def test_a_run_by_rules_is_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
-    """In a process where this package is imported by the command line, as a class path."""
+    """The command line imports this package through a class path."""
     script = tmp_path / "run.py"
     script.write_text(
         "from pytorch_lightning.cli import LightningCLI\n"
@@ -128,7 +128,7 @@ def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_is_refused() -> None:
-    """Its Trainer takes strategies of its own package only, and says so."""
+    """Its Trainer accepts only strategies of its own package, and reports this."""
     from lightning_unitscale import PipelineStrategy
 
     with pytest.raises(ValueError, match=r"pytorch_lightning\.strategies\.Strategy"):

@@ -97,7 +97,7 @@ def batches(count: int) -> DataLoader:
 
 
 def small() -> nn.Module:
-    """What is little C++ to compile."""
+    """Little C++ to compile."""
     return nn.Linear(16, 8)
 
 
@@ -189,7 +189,7 @@ def test_units_change_in_place_what_a_compiled_matmul_reads() -> None:
     for others in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
     attached.detach()
-    # What was compiled stays right, and another run of the same module's goes on with it.
+    # Compiled code stays correct, and another run of the same module continues with it.
     assert torch.equal(module.step(x).detach(), results[0][0])
     assert torch.equal(read[0], x)
     again = AttachedSession(module, ["step"])
@@ -255,7 +255,7 @@ def test_torch_may_copy_its_settings_meanwhile() -> None:
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_units_lie_at_one_address_in_any_mode(mode: str, torch_kernels: None) -> None:
-    """What CUDA has recorded is replayed with new units as it is."""
+    """A recorded CUDA graph is replayed unchanged with new units."""
     compiled: list[tuple[bool, bool]] = []
 
     def note(graph: fx.Graph) -> None:

@@ -134,7 +134,7 @@ def num_casts(graph: fx.Graph) -> int:
 
 
 def kept(graph: fx.Graph) -> list[Tensor]:
-    """What a forward graph makes for the backward one, but for what is small."""
+    """Return the larger tensors that a forward graph makes for the backward graph."""
     (results,) = graph.output_node().args
     made = [node for node in results[1:] if node is not None and node.op != "placeholder"]
     return [value for node in made if (value := node.meta["val"]).numel() > 4 * WIDTH]
@@ -160,7 +160,7 @@ def test_casts_are_plain_operations_and_no_operand_is_kept(
     # Nothing goes along rows and is written the other way round.
     assert count(forward, ours.fp8_turned.default) == 0
     assert count(backward, ours.fp8_turned.default) == 4
-    # What the gradient of the function reads anyway gives the second operand of ``down``.
+    # The second operand of ``down`` comes from a tensor that the function's gradient reads anyway.
     (only,) = kept(forward)
     assert only.shape == (ROWS, 4 * WIDTH) and only.dtype is torch.bfloat16
     assert "4 of 4" not in compiled.explain() and "100 % of their FLOPs" in compiled.explain()

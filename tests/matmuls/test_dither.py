@@ -115,7 +115,7 @@ def test_real_fp8_moves_as_the_simulation_does(gradient: Any) -> None:
 
 
 def test_errors_average_out() -> None:
-    """With fixed numbers the mean over steps is as wrong as one step is."""
+    """With a fixed grid, the mean over steps has the same error as one step."""
     module, x = _layers()
     exact = _steps(module, x, 1)[0]
     fixed, moving = (

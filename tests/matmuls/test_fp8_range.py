@@ -1,4 +1,4 @@
-"""What FP8 would lose of a tensor, against counting on the tensor itself."""
+"""Predicted losses of a tensor to FP8, against counts on the tensor itself."""
 
 import math
 from contextlib import ExitStack

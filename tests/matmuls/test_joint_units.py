@@ -162,7 +162,7 @@ def test_a_backward_pass_has_the_units_of_its_forward_pass(torch_kernels: None) 
 
 
 def saved_tensors(module: Module, x: Tensor) -> list[Tensor]:
-    """What a step saves for its backward pass beside its parameters."""
+    """Return the tensors that a step saves for its backward pass, without its parameters."""
     saved: list[Tensor] = []
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
@@ -196,7 +196,7 @@ def test_copies_are_saved_in_place_of_what_they_were_made_of(
     saved = saved_tensors(module, x)
     copies = [tensor for tensor in saved if tensor.is_floating_point() and tensor.dim() == 2]
     copies = [tensor for tensor in copies if 0 < tensor.abs().max() < 2.0**-40]
-    # What the first layer of a block reads, unless a checkpoint makes it again.
+    # The input of the first layer of a block, unless a checkpoint recomputes it.
     assert len(copies) == (0 if options else 3)
     # The factors are a few numbers.
     assert sum(tensor.nbytes for tensor in saved) <= expected + 1000

@@ -101,7 +101,7 @@ def test_a_backward_pass_after_the_module_is_gone() -> None:
 
 
 def test_a_graph_of_a_session_that_has_ended_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another module keeps kernels overridden, and the graph has run before."""
+    """Another module may keep kernels overridden, and the graph may have run before."""
     module, x = Net(), torch.randn(4, 16)
     expected = run(module, x)["parameters"]
     module.zero_grad()
@@ -245,7 +245,7 @@ def test_an_example_runs_once_and_leaves_random_numbers_alone() -> None:
     state = torch.get_rng_state()
     net = Counts()
     scaled = lossless_unit_scale(net, torch.randn(4, 16).zero_())
-    # What is outside of the module has seen the call: there is no other that could be taken back.
+    # Code outside the module has seen the call, so the call cannot be undone.
     assert len(CALLS_SO_FAR) == 1
     assert net.calls == scaled.calls == 0
     first = random.random()

@@ -167,7 +167,7 @@ def test_what_is_told_of_a_step() -> None:
     )
     assert coverage.shortfall() == "" and coverage.uncovered_modules() == ("the step itself",)
     assert "(the step itself)" in coverage.table()
-    # Whether it is exact in units is known after the step.
+    # After the step it is known whether scaling is exact.
     site_plain["forward"] = "terms below"
     assert "Unscaled matmuls are in up, the step itself" in counter.result().shortfall()
     alone = counter.result(has_units=False)

@@ -1,4 +1,4 @@
-"""What matmuls read is in the format: seen from below, by a dispatch mode, in every call form."""
+"""Matmuls read operands in the format, as a dispatch mode sees them, in every call form."""
 
 import copy
 import warnings
@@ -211,7 +211,7 @@ def test_include_and_exclude() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             simulated(a).backward()
-        # What is not included was not asked for.
+        # Modules that are not included were not requested.
         expected = ["down (its name is excluded)"] if "exclude" in options else []
         assert [str(one.message).rpartition(": ")[2] for one in caught] == expected
         done = simulated.explain()

@@ -46,7 +46,7 @@ def here(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def in_new_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns that a thread of its own calls, whose first node is the first."""
+    """Return the result of a function on a new thread, whose first node has the first number."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *args).result(60)
 

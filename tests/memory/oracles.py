@@ -1,4 +1,4 @@
-"""What torch itself says of a real step: its profiler's memory events, and its autograd hooks."""
+"""Oracles from a real step: memory events of torch's profiler, and autograd hooks."""
 
 from __future__ import annotations
 

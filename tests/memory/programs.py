@@ -124,7 +124,7 @@ def all_plans(problem: RematProblem) -> Iterator[Mask]:
 def run(
     function: Callable[..., Any], parameters: Sequence[Tensor], *inputs: Any
 ) -> tuple[list[Tensor], Any]:
-    """What a seeded step returns, its gradients and the generator's state afterwards."""
+    """Return the result of a seeded step, its gradients and the generator's state afterwards."""
     for param in parameters:
         param.grad = None
     torch.manual_seed(5)

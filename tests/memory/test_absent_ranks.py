@@ -128,7 +128,7 @@ def test_nothing_of_it_is_left() -> None:
 
 
 class TestErrors:
-    """What cannot be profiled says why."""
+    """Modules that cannot be profiled raise an error with the reason."""
 
     def test_a_group_within_a_group(self) -> None:
         with fake_process_group(2), pytest.raises(ValueError, match="in a group of 2 already"):  # noqa: SIM117

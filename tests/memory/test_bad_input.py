@@ -1,4 +1,4 @@
-"""What cannot be profiled is said clearly, and the user's module is never touched."""
+"""Clear errors for steps that cannot be profiled. The user's module never changes."""
 
 from __future__ import annotations
 

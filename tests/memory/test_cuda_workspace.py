@@ -1,4 +1,4 @@
-"""What CUDA's kernels allocate for themselves, counted by hand from their sources."""
+"""Workspaces of CUDA kernels, counted by hand from their sources."""
 
 from __future__ import annotations
 

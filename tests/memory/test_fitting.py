@@ -1,4 +1,4 @@
-"""What fits into a memory: every answer is profiled, traced or compared with FSDP2's own shards."""
+"""Steps that fit into a memory. Each answer is profiled, traced or compared with FSDP2."""
 
 from __future__ import annotations
 

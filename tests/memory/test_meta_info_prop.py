@@ -48,7 +48,7 @@ def test_dynamos_graph_takes_its_parameters_as_inputs() -> None:
 
 
 def test_inputs_that_share_a_storage_count_once() -> None:
-    """As placeholders of a backward graph do, which are views of one saved tensor."""
+    """Placeholders of a backward graph may be views of one saved tensor."""
     graph_module = make_fx(lambda a, b: a @ b)(torch.ones(4, 4), torch.ones(4, 4))
     base = torch.randn(2, 4, 4)
     profile = MetaInfoProp(graph_module).run(base[0], base[1])

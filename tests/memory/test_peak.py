@@ -16,7 +16,7 @@ from tests.memory.oracles import measured_peak, measured_saved, storage_bytes, s
 def test_peak_and_saved_bytes_are_those_of_a_real_step(name: str) -> None:
     module, given = NETWORKS[name]()
     profile = profile_graph(module, given, loss=sum_of)
-    # What oneDNN takes for 16-bit matmuls is known roughly; the networks are small beside it.
+    # The memory of oneDNN's 16-bit matmuls is known only roughly, and these networks are small.
     tolerance = 0.08 if name in ("autocast", "bfloat16") else 0.01
     assert profile.peak_bytes == pytest.approx(measured_peak(module, given), rel=tolerance)
     assert profile.saved_bytes == measured_saved(module, given, loss=sum_of)

@@ -313,7 +313,7 @@ def test_a_graph_of_networkx(planner: Planner, budget, tmp_path: Path) -> None:
         assert node["num_runs"] == order.count(index)
         if node["num_runs"]:
             assert order[node["first_run"]] == order[node["last_run"]] == index
-    # What crosses into the backward pass are the saved tensors.
+    # The saved tensors are those that cross into the backward pass.
     crossing = {read for read, _, is_saved in graph.edges(data="saved") if is_saved}
     assert (
         {names[i] for i in by_role["saved"]}

@@ -36,7 +36,7 @@ def test_a_snapshot_that_was_taken_on_a_gpu() -> None:
         (MIB, MIB, 2 * MIB),
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        # What would be left is too small to be a block.
+        # The rest would be too small for a block.
         (10 * MIB, 10 * MIB, 10 * MIB),
         (11 * MIB, 12 * MIB, 12 * MIB),
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),

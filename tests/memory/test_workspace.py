@@ -1,4 +1,4 @@
-"""What kernels allocate for themselves, against the allocator's events of single operators."""
+"""Workspaces of kernels, against the allocator's events of single operators."""
 
 from __future__ import annotations
 

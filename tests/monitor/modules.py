@@ -335,7 +335,7 @@ class Closures(Small):
 
 @odd
 class FrozenEncoder(Small):
-    """In evaluation, where torch takes one fused kernel for a layer."""
+    """A module in evaluation, where torch uses one fused kernel for a layer."""
 
     def build(self) -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

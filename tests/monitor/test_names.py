@@ -227,7 +227,7 @@ def test_what_an_optimizer_and_a_logger_do_has_no_rows() -> None:
 
 
 def test_gradients_of_a_backward_pass_in_the_step_that_is_differentiated_are_left_out() -> None:
-    """Of a penalty on gradients the row shows the gradient of the loss."""
+    """With a gradient penalty, the row shows the gradient of the loss."""
     seen: list[Tensor] = []
 
     class Penalty(Small):

@@ -44,7 +44,7 @@ def test_same_bits_in_modes_of_the_trainer(kind: str, options: Any) -> None:
 
 @pytest.mark.parametrize("is_again", [False, True])
 def test_an_error_leaves_nothing_behind(is_again: bool) -> None:
-    """In the step, and where a checkpoint computes once more in the backward pass."""
+    """The error is in the step, or in a checkpoint's recomputation in the backward pass."""
 
     class Failing(Reentrant):
         def body(self, x: Tensor) -> Tensor:

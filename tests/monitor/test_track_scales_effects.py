@@ -279,7 +279,7 @@ def test_with_lossless_unit_scaling_in_either_order() -> None:
 
 
 def test_with_units_that_are_still_being_measured() -> None:
-    """Without a loss to begin with, lossless unit scaling measures in the first real step."""
+    """Without an initial loss, lossless unit scaling measures in the first real step."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     x = torch.randn(5, 8)
     model = track_scales(lossless_unit_scale(plain, x))
@@ -290,7 +290,7 @@ def test_with_units_that_are_still_being_measured() -> None:
 
 
 def test_two_losses_with_a_backward_pass_each() -> None:
-    """They share parameters and inputs, as the losses of a GAN do, and no other tensor."""
+    """The losses share only parameters and inputs, as in a GAN."""
 
     def losses(a: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
         return a(x).sum(), 2 * a(x).tanh().sum()

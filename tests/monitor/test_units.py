@@ -19,7 +19,7 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
 
 class Matmuls:
-    """In place of a session: says of each linear layer's matmul in which units it ran."""
+    """A stand-in for a session that reports the units of each linear layer's matmul."""
 
     def __init__(self, units: tuple[int | None, int | None], gamma: int | None) -> None:
         self.units = units

@@ -30,7 +30,7 @@ CLASSES, WIDTH, LENGTH, SAMPLES, STEPS = 7, 8, 5, 8, 4
 
 @dataclass
 class Output:
-    """What a model returns: its loss, which it computes itself, and its logits."""
+    """The output of a model: its own loss, and its logits."""
 
     loss: Tensor | None
     logits: Tensor
@@ -110,7 +110,7 @@ class Step(pl.LightningModule):
 
 
 class OwnLoss(Step):
-    """Its model computes the loss."""
+    """A step whose model computes the loss."""
 
     returns = "output"
 
@@ -126,7 +126,7 @@ class LossAndLogits(OwnLoss):
 
 
 class Tokens(Step):
-    """Its model returns logits."""
+    """A step whose model returns logits."""
 
     def loss_of(self, batch: Any) -> tuple[Tensor, Tensor]:
         logits = self.net(batch["tokens"])

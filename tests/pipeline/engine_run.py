@@ -33,7 +33,7 @@ NUM_MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """What two accumulated steps and a validation of a model give in one process."""
+    """Return the results of two accumulated steps and a validation in one process."""
 
     losses: list[float]
     forward: list[float]
@@ -128,7 +128,7 @@ def num_stages_of(schedule: str, num_ranks: int) -> int:
 
 
 def is_planned(num_stages: int) -> bool:
-    """Whether there are more stages than a person would choose cuts for."""
+    """Check whether there are too many stages to choose the cuts by hand."""
     return num_stages > 4
 
 

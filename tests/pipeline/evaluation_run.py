@@ -47,7 +47,7 @@ class Evaluated(GPT):
 
 
 class Metric(Groups):
-    """Its metric object is no part of a graph, and counts."""
+    """A module with a metric object, which is not part of a graph but is updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Metric(Groups):
 
 
 class Keeps(Groups):
-    """What its steps leave on it is there once for every batch."""
+    """A module whose steps have their side effects once for every batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Keeps(Groups):
 
 
 class KeepsNumbers(Keeps):
-    """In code between two graphs."""
+    """The same in code between two graphs."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.outputs.append(self.head(self.net(batch[0])).mean().item())

@@ -117,7 +117,7 @@ class Late(Plain):
 
 
 class Generates(Late):
-    """Its validation writes text."""
+    """A module whose validation generates text."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.eval()

@@ -250,7 +250,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
 
 
 _STEPS = {"training_step", "validation_step", "_captured_steps"}
-# What does not go with stages, and what the error names.
+# Settings that do not work with stages, and the words in the error.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "compile=True": ({"compile": True}, {}, {}),
     "'1F1B' or 'GPipe'": ({"remat": 0.5}, {"schedule": "ZBVZeroBubble"}, {}),

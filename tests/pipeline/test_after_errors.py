@@ -98,7 +98,7 @@ def test_an_error_leaves_everything_as_it_was(
     before = of_run(module, trainer)
     with pytest.raises(BaseException) as caught:
         trainer.fit(module, *[torch.utils.data.DataLoader(_points(), batch_size=16)] * 2)
-    # What raises in a step is not one graph, and Lightning ends the process on Ctrl-C.
+    # A step that raises is not one graph, and Lightning ends the process on Ctrl-C.
     assert caught.type in (error, SystemExit, NotPipelinedError)
     assert trainer.global_step >= 1
     assert_restored(module, before, trainer)

@@ -1,13 +1,19 @@
-"""Ranks that have captured different steps."""
+"""Errors for ranks that have captured different steps, and for optimizers of whole models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 
+from lightning_unitscale.pipeline.checks import refuse_optimizers
 from tests.distributed.launch import run_ranks
+from tests.pipeline.pipeline_run import Groups
 
 
 @pytest.mark.distributed
@@ -17,3 +23,25 @@ def test_another_course_of_the_step_on_one_rank_is_an_error_on_all(tmp_path: Pat
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert found.startswith("rank(s) [1] of the pipeline have other stages than the")
+
+
+@pytest.fixture
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of this process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+def test_optimizers_that_need_all_parameters_are_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    weight = [nn.Parameter(torch.ones(2))]
+    zero = ZeroRedundancyOptimizer(weight, torch.optim.AdamW, lr=0.1)
+    for optimizer, match in ((zero, "More stages"), (torch.optim.LBFGS(weight), "AdamW")):
+        with pytest.raises(MisconfigurationException, match=match):
+            refuse_optimizers([optimizer])
+    refuse_optimizers([Groups().configure_optimizers()["optimizer"]])

@@ -1,4 +1,4 @@
-"""Where a graph may be cut."""
+"""Possible cuts of a graph."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Runs:
         self._run("on", saved, ["resumed"])
 
     def found(self, kind: str, case: str) -> list[dict[str, Any]]:
-        """What the ranks wrote."""
+        """Return the results of the ranks."""
         folder = self.root / ("on" if case == "resumed" else "first") / kind
         count = len(list(folder.glob(f"{case}-?.pt")))
         assert count == (REPLICAS if kind == "ddp" else 2 * REPLICAS)

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[dict[str, Any]]]:
-    """What every rank found; one process group runs all cases of a number of ranks."""
+    """Results of every rank. One process group runs all cases of a number of ranks."""
     cases = runs_of_collected(request, lambda test, num_ranks, run: [(num_ranks, run)])
     return {
         ranks: _run(

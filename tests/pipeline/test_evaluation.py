@@ -25,7 +25,7 @@ Found = dict[int, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What every rank wrote, by the number of ranks."""
+    """Results of every rank, by the number of ranks."""
     return _run(tmp_path_factory.mktemp("evaluation"))
 
 

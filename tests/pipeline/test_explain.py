@@ -1,4 +1,4 @@
-"""What a pipeline is predicted to cost."""
+"""Predicted costs of a pipeline."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# What torch says when it first loads its rules of forward-mode differentiation.
+# A warning when torch first loads its rules of forward-mode differentiation.
 @pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -144,7 +144,7 @@ def test_the_backward_pass_starts_from_the_loss_alone() -> None:
     alone, both = (explain_pipeline(Scored(one), batch, 2) for one in (False, True))
     assert both.stages[1].forward_seconds > alone.stages[1].forward_seconds
     assert _sums(both)[1] == pytest.approx(_sums(alone)[1])
-    # What the step only returns goes forward, and no gradient of it comes back.
+    # A tensor that the step only returns is sent forward, and no gradient comes back.
     late = pipeline(Scored(), (), batch, split_policy=_cut_at_loss)
     plan = plan_of(late, Scored(), None)
     assert plan.stages[0].sent_bytes == 2 * plan.stages[0].returned_bytes == 2 * 64 * 64 * 4

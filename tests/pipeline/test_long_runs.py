@@ -32,7 +32,7 @@ class Runs:
             chain.result()
 
     def found(self, folder: str, case: str, rank: int = 0) -> dict[str, Any]:
-        """What a rank wrote."""
+        """Return the results of a rank."""
         return torch.load(self.root / folder / f"{case}-{rank}.pt", weights_only=False)
 
     def _chain(self) -> None:
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_many_steps(runs: Runs) -> None:
-    """With accumulation, clipping, a schedule of the learning rate and tied weights."""
+    """Runs with accumulation, clipping, a learning-rate schedule and tied weights."""
     expected, found = runs.found("one", "many"), runs.found("two", "many")
     assert found["step"] == expected["step"] == 40
     assert len(found["losses"]) == 80

@@ -30,7 +30,7 @@ from tests.pipeline.models import MODELS, Odd
 LEFT_OUT = "ignore:.*the pipeline does not return them:UserWarning"
 pytestmark = pytest.mark.filterwarnings(
     LEFT_OUT,
-    # What third parties say while a model is traced.
+    # Warnings of other packages while a model is traced.
     "ignore:Dynamo detected a call to a `functools.lru_cache`",
     "ignore:To copy construct from a tensor",
     "ignore:<enum '.*'> is an Enum subclass",

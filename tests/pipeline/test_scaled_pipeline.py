@@ -50,18 +50,18 @@ class Runs:
             )
             self._run(NUM_RANKS, NUM_RANKS, "-", parts[0])
             self._run(1, 1, str(self.folders[NUM_RANKS]), parts[1])
-            # What raises leaves no process group behind that were of use, so it comes last.
+            # An error leaves no usable process group, so cases that raise come last.
             self._run(NUM_RANKS, NUM_RANKS, str(self.folders[1]), [*parts[2], *pipelined, *cases])
             alone.result()
 
     def found(self, folder: int | str, case: str, rank: int = 0) -> dict[str, Any]:
-        """What a rank wrote of a case."""
+        """Return the results of a rank for a case."""
         path = self.folders[folder] / f"{case}-{rank}.pt"
         found: dict[str, Any] = torch.load(path, weights_only=False)
         return found
 
     def checkpoint(self, folder: int | str, case: str) -> dict[str, Any]:
-        """What a case saved."""
+        """Return the checkpoint of a case."""
         path = self.folders[folder] / f"{case}.ckpt"
         saved: dict[str, Any] = torch.load(path, weights_only=False)
         return saved
@@ -82,7 +82,7 @@ class Runs:
         )
 
 
-# What tests without parameters read.
+# Cases that tests without parameters read.
 _READ = {
     "test_the_gradient_of_a_tied_weight_is_that_of_all_stages": "matmuls",
     "test_one_writer": "monitored",
@@ -139,7 +139,7 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("case", sorted(VALIDATED))
 def test_validation_runs_through_the_stages_where_no_pass_changes_it(case: str, runs: Runs) -> None:
-    """Of rules it runs whole, with all weights; otherwise each rank keeps to its own."""
+    """With rules it runs whole, with all weights. Otherwise each rank uses only its own weights."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, case, rank)
         ((present, number),) = found["validated with"]
@@ -244,7 +244,7 @@ def test_one_report(case: str, runs: Runs) -> None:
 
 
 def test_the_gradient_of_a_tied_weight_is_that_of_all_stages(runs: Runs) -> None:
-    """In the first step it is exact: the sum over the stages, microbatch by microbatch."""
+    """In the first step it is exactly the sum over the stages, microbatch by microbatch."""
     first = runs.found(NUM_RANKS, "matmuls")["snapshots"][0]
     owned = [runs.found(NUM_RANKS, "matmuls", rank)["gradients"][0] for rank in range(NUM_RANKS)]
     assert all("byte_embedding.weight" in one for one in owned), "both ranks have it"
@@ -300,7 +300,7 @@ def _shape(state: Any) -> Any:
 
 
 def test_what_does_not_go_with_stages_is_refused(runs: Runs) -> None:
-    """With the reason, on all ranks, before anything has run; the module is left as it was."""
+    """All ranks raise the reason before anything runs, and the module is unchanged."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, "refused", rank)
         for name in REFUSED:

@@ -1,4 +1,4 @@
-"""Which rank has which stages, and what the schedules ask for."""
+"""The stages of each rank, and the requirements of the schedules."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_the_slowest_rank_is_nearly_as_fast_as_it_can_be(num_ranks: int, placeme
 
 
 def test_a_rank_with_one_large_stage_gets_less_of_the_others() -> None:
-    """Of sixteen equal operations and one of four times their cost, in four stages in a V."""
+    """Sixteen equal operations, and one of four times their cost, in four stages in a V."""
     cuts = [CutCandidate(str(i), float(one), 1) for i, one in enumerate(range(1, 17))]
     ranks = [0, 1, 1, 0]
     chosen = choose_cuts(cuts, 20.0, 4, FAST, 8, rank_of=ranks.__getitem__)

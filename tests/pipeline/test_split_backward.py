@@ -282,7 +282,7 @@ def test_random_graphs(seed: int) -> None:
 
 
 class _Saved:
-    """What autograd saves, so that it is seen when it is freed."""
+    """Tensors that autograd saves, tracked until they are freed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -89,28 +89,6 @@ def test_a_replica_stays_one_where_it_is_not_used() -> None:
     assert {"layers.0.weight", "layers.5.bias"} <= owners.parameters_of(1).keys()
 
 
-def test_pipelines_share_the_steps() -> None:
-    """By bytes on every rank, frozen parameters apart, and each in one pipeline for good."""
-    module = Layers()
-    module.ties = True
-    module.layers[4].requires_grad_(False)
-    owners = Ownership(module, 2, lambda stage: stage, balanced_split(2), num_shares=2)
-    owners.note(_cut(module, at=3))
-    before = dict(owners.steppers)
-    parameters = dict(module.named_parameters())
-    assert before.keys() == parameters.keys() - {"extra.weight", "extra.bias"}
-    for owned in owners.names:
-        shares = [0, 0]
-        for name in owned:
-            shares[before[name]] += parameters[name].numel() * parameters[name].requires_grad
-        # Three layers of 16 x 16, of which both ranks have the first.
-        assert sorted(shares) == [256 + 3 * 16, 2 * 256]
-    module.uses_extra = True
-    owners.note(pipeline(module, torch.ones(8, 16), split_policy=owners.policy()))
-    assert owners.steppers.keys() == parameters.keys()
-    assert before.items() <= owners.steppers.items()
-
-
 def test_another_order_of_the_layers_is_refused() -> None:
     module = Layers()
     owners = _first(module)

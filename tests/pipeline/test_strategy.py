@@ -44,7 +44,7 @@ class Runs:
         self._run("on", {1: (saved[NUM_RANKS], ["resumed"]), NUM_RANKS: (saved[1], ["resumed"])})
 
     def found(self, num_ranks: int, case: str, rank: int = 0) -> dict[str, Any]:
-        """What a rank wrote."""
+        """Return the results of a rank."""
         folder = self.folders[num_ranks, "on" if case == "resumed" else "first"]
         return torch.load(folder / f"{case}-{rank}.pt", weights_only=False)
 
@@ -135,7 +135,7 @@ def test_the_memory_of_what_others_own_is_freed(runs: Runs) -> None:
         for one in found:
             assert 0 < one["owned"] < 0.85 * whole
             assert one["parameters"][0] == whole, "all are there until the first step is cut"
-            # What no step has used yet stays everywhere.
+            # Parameters that no step has used yet stay on every rank.
             unused = 4 * (8 * 8 + 8) if case in {"groups", "branches", "branches-v"} else 0
             used = one["parameters"][4 if case == "changes" else 1 :]
             assert max(used) <= 1.05 * one["owned"] + unused

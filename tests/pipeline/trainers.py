@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 
 def quiet_trainer(folder: Path, **options: Any) -> pl.Trainer:
-    """On CPUs, and leaving nothing behind but what the options ask for."""
+    """Return a Trainer on CPUs that writes only the files that the options request."""
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,

@@ -144,7 +144,7 @@ def test_a_logger_of_numbers_gets_numbers_only():
 
 
 class _Poisoned(Regression):
-    """Its second batch has a NaN, if it is asked for."""
+    """A module whose second batch has a NaN on request."""
 
     def __init__(self, is_poisoned):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What several tests of the rules compare with, and how they look inside."""
+"""Oracles and helpers of several tests of the rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pass_of(module: nn.Module, kind: type) -> Any:
 
 
 def plan_of(module: nn.Module) -> RulePlan:
-    """What was decided for a module that has been called."""
+    """Return the decisions for a module that has been called."""
     plan: RulePlan = pass_of(module, RuleRewrite).plan
     return plan
 

@@ -1,4 +1,4 @@
-"""From a step to a plan: the rehearsals leave no trace, and the work grows with the model."""
+"""Plans of steps: rehearsals have no side effects, and the work grows with the model."""
 
 import os
 import sys

@@ -41,7 +41,7 @@ def test_the_report() -> None:
     assert "read by linalg_svdvals, which no rule rewrites" in lines["parts.1.weight"]
     assert "passed on" in lines["Operations:"] and "1 residual" in lines["Operations:"]
     assert lines["Parameters:"] == "Parameters: 2 scaled, 3 zeroed, 1 left."
-    # What the passes did stands above it.
+    # The table of the passes comes before it.
     assert "unit scale by rules" in report
     assert "parameter gradients at RMS 1" in report
     assert "No graph breaks." in report

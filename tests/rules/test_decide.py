@@ -1,4 +1,4 @@
-"""Which factor goes where, compared with the function written out by hand."""
+"""The places of factors, compared with functions written by hand."""
 
 import math
 from typing import Any

@@ -215,7 +215,7 @@ def test_first_values_give_units_and_first_gradients_are_at_rms_1(name: str) -> 
             assert share_within(found.readings, 4) == 1.0
             assert share_within(found.gradients, 4) == 1.0
         optimizer.step()
-    # What cancels out of a softmax is left as small as it is.
+    # A tensor that cancels in a softmax stays small.
     assert first.pop("key.bias", 0.0) < 1e-5
     assert late & first.keys()
     for fqn, size in first.items():

@@ -1,4 +1,4 @@
-"""Which factor a learning rate gets, derived and checked on the optimizers themselves."""
+"""Factors of learning rates, derived and checked on the optimizers themselves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ INVARIANT: dict[str, Callable[[Any], Optimizer]] = {
 def trajectory(
     make: Callable[[Any], Optimizer], gradient: float, parameter: float = 1.0, steps: int = 20
 ) -> Tensor:
-    """Where random gradients, times ``gradient``, lead a matrix that starts at ``parameter``."""
+    """Return the path of a matrix from ``parameter``, for random gradients times ``gradient``."""
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     weight = nn.Parameter(start * parameter)
@@ -242,7 +242,7 @@ def test_decay_that_is_added_to_a_unit_gradient_stays_under_u_mup() -> None:
 
 @pytest.mark.parametrize("depth", [0, 6])
 def test_the_public_reference_has_the_same_rates_but_for_vectors(depth: int) -> None:
-    """Its gains and biases have the rate 1, ours that of an embedding of their length."""
+    """Its gains and biases have the rate 1. Ours have the rate of an embedding."""
     optim = pytest.importorskip("unit_scaling.optim")
     data = pytest.importorskip("unit_scaling.parameter")
     cases = [

@@ -190,7 +190,7 @@ def _both(module: nn.Module) -> Any:
 
 
 def test_roles_and_rates_come_from_the_graph(tmp_path: Path) -> None:
-    """In a Trainer, by automatic optimization; and resumed, as if it had not stopped."""
+    """This also holds in a Trainer with automatic optimization, and in a resumed run."""
     pl.seed_everything(5, verbose=False)
     module = Text(_both)
     trainer = _fit(module, 8)

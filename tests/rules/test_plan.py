@@ -67,7 +67,7 @@ def test_what_is_decided_stays() -> None:
     assert both["forward:c"] == PLAN["forward:b"]
     assert both.parameters == PLAN.parameters
     assert both.unseen == PLAN.unseen
-    # What another step reads is no longer unseen.
+    # Parameters that another step reads are no longer unseen.
     seen = RulePlan({}, {"v": PLAN.parameters["w"]})
     assert PLAN.updated(seen).unseen == {} and seen.updated(PLAN).unseen == {}
     # Another operation of the same name, of a branch that the step takes later.

@@ -20,7 +20,7 @@ from tests.rules.oracle import (
     share_within,
 )
 
-# What third parties say while a model is traced.
+# Warnings of other packages while a model is traced.
 _EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy construct from a tensor")
 
 
@@ -68,7 +68,7 @@ def test_a_published_model(name: str, readout: str) -> None:
     assert plans[readout].action == "scaled"
     assert plans[readout].info.is_tied == (name != "Llama")
     assert all(plan.info.role.value != "other" for plan in plans.values())
-    # Whether torch runs it as one kernel or as matmuls, each layer's logits are (1 / 16) q.k.
+    # Each layer's logits are (1 / 16) q.k, whether torch runs one kernel or matmuls.
     fused = decided(scaled, "scaled_dot_product_attention")
     matmuls = [
         decision for decision in decided(scaled, "attention_matmul") if "m/d" in decision.reason

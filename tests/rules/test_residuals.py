@@ -273,8 +273,8 @@ def test_the_depth_rule(mult: float, ratio: float) -> None:
         n_attn, n_mlp = (i + 1) // 2, i // 2
         total = 2 * layers / 2 + n_attn * a_attn**2 + n_mlp * a_mlp**2
         assert tau == pytest.approx((a_attn if i % 2 == 0 else a_mlp) / math.sqrt(total))
-    # What it is for: in the last sum all branches of a kind weigh the same, the embedding as much
-    # as half of the branches would at mult 1.
+    # The purpose: in the last sum all branches of a kind weigh the same, the embedding as much as
+    # half of the branches would at mult 1.
     shares, rest = [], 1.0
     for tau in reversed(weights.values()):
         shares.append(rest * tau / math.hypot(1, tau))

@@ -322,7 +322,7 @@ def test_an_add_of_a_later_branch_does_not_take_anothers_factors(
 
 
 def test_every_later_branch_has_its_own_residual_weight() -> None:
-    """Their adds have one name, ``add``, and each is a residual one of its own."""
+    """The adds of all branches have the name ``add``, and each is a separate residual add."""
 
     def function(m: nn.ModuleList, x: Tensor, branch: int) -> Tensor:
         h = m[0](x)

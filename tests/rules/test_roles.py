@@ -1,4 +1,4 @@
-"""What each parameter does, read from how it is used, and whether it is rescaled."""
+"""The role of each parameter, found from its uses, and whether it is rescaled."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def test_a_tied_readout_is_rescaled_once_and_reported() -> None:
     assert "head.weight" not in plans
     tied = plans["tokens.weight"]
     assert tied.info.role is Role.READOUT and tied.info.is_tied
-    # What an embedding can take and a readout of any width needs.
+    # A rate that an embedding tolerates and that a readout of any width needs.
     assert u_mup_rate(tied.info) == 1.0
     assert tied.action == "scaled"
     assert not plans["positions.weight"].info.is_tied

@@ -28,7 +28,7 @@ def described() -> str:
         steps = steps_of(module)
         assert steps is not None
         step = steps.steps["forward"]
-        # What comes before has how long each pass took.
+        # The text before this contains the time of each pass.
         _, _, decisions = module.explain().partition("\nOperations:")  # type: ignore[operator]
         assert "mixer" in decisions
         texts += [*(str(one.base.graph) for one in step.graphs), decisions]

@@ -1,4 +1,4 @@
-"""What a model learns with scaled rates: what the plain one does, under schedules and decay too."""
+"""A model with scaled rates learns the same as the unscaled one, also under schedules and decay."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_match_is_exact_with_a_sign() -> None:
 
 def test_match_is_exact_with_radam_once_it_is_normalized() -> None:
     def make(parameters: Any) -> Optimizer:
-        """Its first five steps, which are not normalized, have rate 0."""
+        """Return RAdam, whose first five steps, which are not normalized, have rate 0."""
         optimizer = torch.optim.RAdam(parameters, lr=0.01, eps=TINY, betas=(0.9, 0.99))
         steps = iter(range(100))
 

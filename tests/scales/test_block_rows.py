@@ -1,4 +1,4 @@
-"""What block formats lose of a tensor, counted on whole blocks of it."""
+"""Losses of a tensor to block formats, counted on whole blocks."""
 
 from collections.abc import Callable
 

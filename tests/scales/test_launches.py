@@ -45,7 +45,7 @@ def _address(value: Any) -> Any:
 
 @pytest.fixture
 def kernels() -> Iterator[dict[str, Kernel]]:
-    """By their names; nothing was launched before."""
+    """Kernels by name, with no earlier launches."""
     from lightning_unitscale.scales import triton_statistics
 
     made = {name: Kernel() for name in ("partial_rows", "joint_rows")}
@@ -74,7 +74,7 @@ def _rows(num_waiting: int = 64) -> Any:
     ids=["plain", "gaps", "repeated", "permuted", "scalar"],
 )
 def test_what_was_found_before_is_repeated(kernels: dict[str, Kernel], tensor: Tensor) -> None:
-    """With the same grid and arguments, but for the row."""
+    """A repeated launch has the same grid and arguments, except for the row."""
     kernel, rows = kernels["partial_rows"], _rows()
     assert rows.repeat(tensor, STREAM) is None  # neither memory nor a launch before
     assert rows.add(tensor) == 0

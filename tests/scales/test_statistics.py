@@ -232,7 +232,7 @@ def test_counts_beyond_what_fp32_can_count():
 @pytest.mark.parametrize("log2_scale", [-140, -83, -40, 0, 83, 120])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_light_rows(dtype, log2_scale):
-    """Of more elements than the sample has, and than are added up at once; any magnitude."""
+    """Tensors with more elements than a sample and than one partial sum, of any magnitude."""
     tensor = (torch.randn(401, 1000) * 2.0**log2_scale).to(dtype)
     for one in (
         tensor,
@@ -305,7 +305,7 @@ def test_a_sample_is_of_all_parts(row_of, numel):
     [(8192 * 50_304, 50_304), (2**28, 16_384), (2**24, 4096), (100 * 50_257, 50_257), (2**19, 1)],
 )
 def test_strides_of_samples(numel, row_length):
-    """They share no factor with a row, and their places in rows are spread evenly."""
+    """Strides share no factor with a row, and their positions in rows are spread evenly."""
     stride = sample_stride(numel, row_length, 16_384)
     assert math.gcd(stride, row_length) == 1
     number = -(-numel // stride)
@@ -353,7 +353,7 @@ def test_rows_of_a_step_are_those_of_each_tensor():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_measured_can_be_resized_as_before(dtype):
-    """As FSDP does with what it has gathered; NumPy's view of a tensor fixes its size for good."""
+    """FSDP resizes gathered tensors. NumPy's view of a tensor would fix its size permanently."""
     tensor = torch.randn(300, 7).to(dtype)
     for layout in (LIGHT, MOMENTS, RowLayout(formats=(FP16,), histogram=True)):
         statistics_row(tensor, layout)
@@ -444,7 +444,7 @@ def test_rows_multiply_no_matrices(layout):
 
 
 def test_an_overflow_that_the_sample_has_missed():
-    """Of one element, in each place; and near the limit of a format, on either side of it."""
+    """One element overflows, at each position; and elements on both sides of a format's limit."""
     layout = RowLayout()
     overflow = layout.index("E4M3FN.overflow")
     for place in range(5):

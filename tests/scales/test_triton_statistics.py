@@ -93,7 +93,7 @@ def test_the_triton_sum_of_parts_spills_nothing(capability: int, layout: RowLayo
 
 
 def test_triton_rows_are_one_operator_on_cuda() -> None:
-    """Which compilers pass over, and whose shape they know; in place of dozens of operations."""
+    """Compilers do not trace this operator but know its shape. It replaces dozens of operations."""
     with FakeTensorMode():
         tensor = torch.empty(70, 30, device="cuda", dtype=torch.bfloat16)
         layout = RowLayout().measured

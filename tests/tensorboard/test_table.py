@@ -18,7 +18,7 @@ SCALED = replace(unit_scaled(snapshot(10)), operands=PLAIN.operands, matmuls=PLA
 
 
 def cells(table):
-    """Of each line of a table, below its rule, what stands between wide gaps."""
+    """Return the cells of each line of a table below its rule."""
     lines = table.splitlines()
     rule = next(k for k, line in enumerate(lines) if line.startswith("---"))
     lines = lines[rule + 1 : lines.index("", rule)]
