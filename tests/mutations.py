@@ -388,6 +388,13 @@ MUTATIONS = (
         "matmuls/test_user_code.py -k written_into_tensors",
     ),
     Mutation(
+        "a checkpoint of depth 'all' keeps its gradient scale of 1",
+        "callbacks/checkpoints.py",
+        "checkpoint.pop(name, None) is not None",
+        "checkpoint.get(name) is not None",
+        "callbacks/test_half_precision.py -k of_depth_all",
+    ),
+    Mutation(
         "an eps that is zero in the parameters' type is not warned of",
         "callbacks/trainer_settings.py",
         "torch.tensor(eps, dtype=dtype) == 0",

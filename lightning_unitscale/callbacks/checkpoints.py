@@ -23,6 +23,7 @@ from lightning_unitscale.callbacks.options import LOSSLESS
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
     misconfigured,
+    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_unitscale.patching import Replacement, shadowed
@@ -95,6 +96,8 @@ def _check(
     method: str,
 ) -> None:
     """Compare the method of a checkpoint with the callback's, and remove the mark."""
+    if state is not None:
+        _restart_loss_scale(trainer, checkpoint, state)
     known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)
     trained = _taken_mark(checkpoint) or known or _mark_of_file(trainer)
     if trained not in (None, LOSSLESS) and trained != method:
@@ -112,6 +115,20 @@ def _check(
             "Setting its weights to unit scale makes another model, which does not fit the "
             "optimizer's state. Expected a checkpoint of the same method. To continue with the "
             f"trained model, pass method={LOSSLESS!r}."
+        )
+
+
+def _restart_loss_scale(
+    trainer: pl.Trainer, checkpoint: dict[str, Any], state: Mapping[str, Any]
+) -> None:
+    """Drop the gradient scaler's state of a checkpoint that needed no loss scale."""
+    # Earlier versions had `depth="all"`, which kept every gradient near 1 and started the scale at
+    # 1. Resumed with that, gradients would be flushed to zero until the scale has grown.
+    name = type(trainer.precision_plugin).__qualname__
+    if state.get("depth") == "all" and checkpoint.pop(name, None) is not None:
+        rank_zero_info(
+            "UnitScaleCallback: the checkpoint was written with depth='all', which is no longer "
+            "supported. Its weights and optimizer state are loaded. The loss scale restarts."
         )
 
 

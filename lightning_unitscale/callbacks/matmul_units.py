@@ -233,7 +233,7 @@ class MatmulUnits(LoopCallback):
             return {}
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
-        state: dict[str, Any] = {"gauge": gauge, "plain": plain}
+        state: dict[str, Any] = {"gauge": gauge, "depth": "products", "plain": plain}
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
         if self._simulation is not None and self._simulation.is_stochastic:
@@ -248,7 +248,9 @@ class MatmulUnits(LoopCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` without measuring again."""
-        if "gauge" not in state_dict:
+        # A gauge of depth="all" has other tensor names. Its units are measured again, which changes
+        # no result.
+        if state_dict.get("depth") != "products":
             return
         self._units.step = state_dict.get("rounding_step", 0)
         gauge, lacking = Gauge.from_state(state_dict["gauge"]), state_dict.get("lacking", {})

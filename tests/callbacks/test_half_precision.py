@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from lightning_unitscale import UnitScaleCallback, attach
 from lightning_unitscale.transforms import lossless_unit_scale
 from tests.callbacks.modules import Evaluated, Regression, momentum
-from tests.callbacks.runs import QUIET, Run, loader, run
+from tests.callbacks.runs import QUIET, Run, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
 from tests.helpers import run as run_step
 from tests.loops.loops import Net, batches
@@ -166,7 +167,68 @@ def test_an_eps_in_other_loops(eps: float, dtype: torch.dtype, count: int, given
     assert all(text.startswith("Adam(eps=1e-08): eps is 0 in torch.float16") for text in found)
 
 
+def _as_of_depth_all(path: Path) -> Path:
+    """The checkpoint of a run as an earlier version wrote it with ``depth="all"``."""
+    checkpoint = torch.load(path, weights_only=True)
+    names = ["first.linear", "gelu", "first.weight"]
+    checkpoint["callbacks"]["UnitScaleCallback"] = {
+        "gauge": {name: [-3, 5] for name in names},
+        "depth": "all",
+        "held": {"first.weight": [-2, 4]},
+        "missing": ["second.linear"],
+    }
+    checkpoint["MixedPrecision"] |= {"scale": 1.0, "_growth_tracker": 4}
+    older = path.with_name("older.ckpt")
+    torch.save(checkpoint, older)
+    return older
+
+
+@pytest.mark.parametrize("captured", [{}, {"remat": "min_cut"}], ids=["dispatcher", "captured"])
+def test_a_checkpoint_of_depth_all(captured: dict[str, Any], tmp_path: Path) -> None:
+    def trainer(steps: int, *callbacks: pl.Callback) -> pl.Trainer:
+        return pl.Trainer(
+            callbacks=list(callbacks),
+            max_steps=steps,
+            max_epochs=-1,
+            **in_precision("16-mixed"),
+            **QUIET,
+        )
+
+    class First(pl.Callback):
+        """Keeps what the first batch after a checkpoint begins with."""
+
+        weights: Any = None
+
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            if self.weights is None:
+                self.weights = copy.deepcopy(dict(module.state_dict()))
+                self.state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
+                self.scaler = trainer.precision_plugin.state_dict()
+                self.gauge = unit_scale_of(trainer.callbacks).gauge
+
+    pl.seed_everything(1, verbose=False)
+    first = trainer(4, UnitScaleCallback())
+    first.fit(Regression(adamw(1e-8)), loader())
+    path = tmp_path / "now.ckpt"
+    first.save_checkpoint(path)
+    seen, callback = First(), UnitScaleCallback(**captured)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+        trainer(8, callback, seen).fit(
+            Regression(adamw(1e-8)), loader(), ckpt_path=_as_of_depth_all(path)
+        )
+    saved = torch.load(path, weights_only=True)
+    assert_same_bits(seen.weights, dict(saved["state_dict"]))
+    assert_same_bits(seen.state, saved["optimizer_states"][0]["state"])
+    assert seen.scaler == torch.amp.GradScaler("cpu").state_dict()
+    # Units of the old names are not taken over.
+    assert not {"gelu", "first.weight"} & set(callback.gauge)
+    assert callback.gauge.pair("first.linear:input").log2_sigma < -4
+    assert callback.state_dict()["depth"] == "products"
+
+
 def test_another_scale_is_resumed_as_ever(tmp_path: Path) -> None:
+    """Only a checkpoint of ``depth="all"`` loses its gradient scaler."""
     pl.seed_everything(1, verbose=False)
     options = {"max_epochs": -1, **QUIET}
     half = in_precision("16-mixed")

@@ -157,7 +157,8 @@ def test_the_checkpoint_is_the_users(killed: Any, whole: Any) -> None:
     found = torch.load(path, weights_only=True)
     plain = torch.load(whole[2] / "step=20.ckpt", weights_only=True)
     ours = found["callbacks"].pop("UnitScaleCallback")
-    assert set(ours) - {"plain", "missing"} == {"gauge"}
+    assert set(ours) - {"plain", "missing"} == {"gauge", "depth"}
+    assert ours["depth"] == "products"
     assert all(
         type(name) is str and type(pair) is list and all(type(one) is int for one in pair)
         for name, pair in ours["gauge"].items()
