@@ -99,7 +99,7 @@ def test_a_copy_keeps_its_class() -> None:
         assert_same_bits(copied.as_subclass(Tensor), tensor.as_subclass(Tensor).detach())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4))])
 def test_the_copy_of_a_scripted_module_can_be_trained(how: Any) -> None:
     copied = track_scales(nn.Sequential(nn.Linear(4, 4), how(network())))

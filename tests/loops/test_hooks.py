@@ -277,7 +277,7 @@ def test_a_thread_that_evaluates_meanwhile() -> None:
     assert units.coverage.num_in_units == units.coverage.num_matmuls == 5
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_a_module_that_is_exported_while_it_is_attached() -> None:
     """Loggers that draw the module export it."""
     model, optimizer = new()
@@ -419,7 +419,7 @@ def test_a_method_that_somebody_has_kept() -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_what_reads_a_method_of_an_attached_module() -> None:
     (model, optimizer), (other, _) = new(), new(4)
     model.eval(), other.eval()

@@ -75,7 +75,7 @@ class Hearing(Regression):
         return super().forward(x)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
 def test_modes_of_the_user_do_not_hear_of_units() -> None:
     heard = [run(Hearing, callbacks).module.heard for callbacks in ([], [UnitScaleCallback()])]

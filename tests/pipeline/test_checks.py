@@ -35,7 +35,7 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_optimizers_that_need_all_parameters_are_refused() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

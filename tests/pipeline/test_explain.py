@@ -102,7 +102,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # A warning when torch first loads its rules of forward-mode differentiation.
 @pytest.mark.slow_cases
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_has_no_costs_and_is_left(name: str) -> None:
     module, x = Transforming(TRANSFORMS[name]), torch.randn(4, 8)
