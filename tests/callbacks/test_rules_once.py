@@ -183,6 +183,7 @@ def _sigmas(module: Any) -> dict[str, float]:
     return {name: one.info.sigma for name, one in plan_of(module).parameters.items()}
 
 
+@pytest.mark.slow
 def test_a_second_fit_is_the_continued_one() -> None:
     """Rates, factors and gradients of a second fit are those of one that went on."""
     losses = []
@@ -281,6 +282,7 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
         return resumable(folder, 2)[0], folder
 
 
+@pytest.mark.slow
 def test_resuming_in_the_same_objects(two_epochs: Any) -> None:
     whole, folder = two_epochs
     pl.seed_everything(5, verbose=False)

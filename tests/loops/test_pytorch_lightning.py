@@ -79,6 +79,7 @@ def fit(
     return module.losses, module.state_dict(), own
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", KINDS)
 def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
     callbacks = KINDS[how]()
