@@ -207,6 +207,7 @@ class Adversaries(Classifier):
             self.rms.append(rms(torch.cat([one.flatten() for one in grads])))
 
 
+@pytest.mark.slow
 def test_gradients_of_adversaries_are_at_rms_1_after_the_first_batch() -> None:
     pl.seed_everything(1, verbose=False)
     module = Adversaries()

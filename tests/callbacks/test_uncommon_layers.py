@@ -220,6 +220,7 @@ class Clipping(Regression):
         return matmul + 0.1 * active[:, :2]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
 @pytest.mark.parametrize("where", ["hooks", "function", "module"])
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

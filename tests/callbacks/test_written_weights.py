@@ -86,7 +86,9 @@ def replaced(module: Writes) -> None:
 WRITES = [clamped, normalized, by_vector, averaged, swapped, replaced]
 
 
-@pytest.mark.parametrize("in_hook", [False, True], ids=["step", "hook"])
+@pytest.mark.parametrize(
+    "in_hook", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["step", "hook"]
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_plan_has_the_plain_bits(write: Write, in_hook: bool) -> None:
     def make() -> Writes:

@@ -55,7 +55,7 @@ def _cases() -> list[Any]:
     for index, case in enumerate(CASES):
         if case.name in REFUSED:
             continue
-        is_quick = case.name in ODD or index % 40 == 0
+        is_quick = case.name in ODD or index % 80 == 0
         marks = [] if is_quick else [pytest.mark.slow]
         params.append(pytest.param(case, id=case.name, marks=marks))
     return params
@@ -96,7 +96,13 @@ def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
     assert classes == [type(one) for one in scaled.modules()]
 
 
-@pytest.mark.parametrize("name", sorted(ODD))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if index % 3 == 0 else [pytest.mark.slow])
+        for index, name in enumerate(sorted(ODD))
+    ],
+)
 def test_without_a_plan_training_goes_on(name: str) -> None:
     case = _named(name)
     found = differences(train(case, "remat"), plain(case))

@@ -220,6 +220,7 @@ def test_what_is_cheaper_to_recompute_is_recomputed(planner: Planner) -> None:
     assert fast.moves and fast.seconds < plan.seconds
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.0, 0.3, 0.7])
 def test_bits_and_bytes_of_a_step(budget: float) -> None:
     torch.manual_seed(0)

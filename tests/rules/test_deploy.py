@@ -79,7 +79,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @CASES
-@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("fold", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_exported_program_is_the_module(make: Any, fold: bool) -> None:
     module, x = trained(make)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -190,6 +190,7 @@ def test_it_is_called_as_the_module_is() -> None:
     assert torch.equal(found["shape"][1], gate)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_lightning_module_after_a_fit(fold: bool) -> None:
     pl.seed_everything(2, verbose=False)
