@@ -94,7 +94,9 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     longest = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
-    items.sort(key=lambda item: item.path not in longest)
+    root = Path(__file__).parent
+    # The command line takes long as well, and would be last: its file is in no folder.
+    items.sort(key=lambda item: (item.path not in longest, item.path.parent != root))
 
 
 @pytest.fixture(autouse=True, scope="session")

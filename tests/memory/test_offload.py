@@ -382,6 +382,7 @@ class _Odd(nn.Module):
         return self.out(h), h
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.0, 0.4])
 def test_bits_of_unusual_values(budget: float) -> None:
     torch.manual_seed(0)
@@ -396,6 +397,7 @@ def test_bits_of_unusual_values(budget: float) -> None:
     assert torch.equal(expected[1], found[1])
 
 
+@pytest.mark.slow
 def test_batches_of_changing_sizes_share_a_plan() -> None:
     torch.manual_seed(0)
     net = Net(1)

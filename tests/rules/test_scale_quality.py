@@ -69,6 +69,7 @@ def test_depth_does_not_matter() -> None:
     assert depths == {16}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
 def test_the_authors_own_initialization_does_not_matter(size: float) -> None:
     torch.manual_seed(1)

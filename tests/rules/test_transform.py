@@ -139,7 +139,13 @@ TRAPS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if index % 2 else [])
+        for index, name in enumerate(TRAPS)
+    ],
+)
 def test_traps(name: str) -> None:
     module, inputs = TRAPS[name]()
     scaled = unit_scale(module)
