@@ -14,12 +14,12 @@ from lightning_unitscale.memory.profile_report import format_bytes
 _PROJECT = """
 import lightning.pytorch as pl, torch
 class Net(pl.LightningModule):
-    def __init__(self, num_rows=1):
+    def __init__(self, num_rows=1, num_blocks=2):
         super().__init__()
         self.num_rows = num_rows
         self.blocks = torch.nn.ModuleList(
             torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32))
-            for _ in range(2))
+            for _ in range(num_blocks))
     def training_step(self, batch, batch_idx):
         batch = batch[:, None].expand(-1, self.num_rows, -1)
         for block in self.blocks:
@@ -69,9 +69,9 @@ def test_what_fits_is_shown_and_written(project: str, capsys: pytest.CaptureFixt
 
 
 def test_a_named_gpu_has_its_memory(project: str) -> None:
-    # A sample takes 30 MiB or so: fewer batch sizes are tried until the memory is full.
+    # Samples of many MiB: fewer batch sizes are tried until the memory is full.
     options = ["--device=t4", "--max_shards=1", "--trainer.accumulate_grad_batches=3"]
-    found = _run(project, *options, f"--model.num_rows={2**14}")
+    found = _run(project, *options, f"--model.num_rows={2**16}", "--model.num_blocks=1")
     assert found["device"] == "cuda:t4" and found["samples"] == 3 * 64
     assert found["memory_bytes"] == 15 * 2**30
     assert found["cheapest"]["budget"] is None
