@@ -90,7 +90,13 @@ def test_a_tensor_that_is_read_several_times(name: str) -> None:
     assert_same_bits(run(scaled, x), run(module, x))
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if index % 3 else [])
+        for index, name in enumerate(OPERATIONS)
+    ],
+)
 def test_probes_do_not_change_the_order(name: str) -> None:
     module, x = _shared(name)
     probed, _ = probed_copy(module)
