@@ -186,7 +186,7 @@ def test_zero_states_cost_no_second_run(name: str) -> None:
     module, scaled = planned(RECURRENT[name], STEPS)
     count = len(operands_of(module, batches(1, STEPS)[0]))
     optimizer = torch.optim.SGD(scaled.parameters(), lr=1e-3)
-    for step, x in enumerate(batches(18, STEPS)):
+    for step, x in enumerate(batches(10, STEPS)):
         found = operands_of(scaled, x)
         assert len(found) == count
         assert share_within(found.readings, 2) == 1.0
