@@ -49,10 +49,7 @@ ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
 # The first tier has both together.
 ARRANGED = pytest.mark.parametrize(
     "how",
-    [
-        pytest.param(how, marks=[] if how == "both" else [pytest.mark.slow])
-        for how in ARRANGEMENTS
-    ],
+    [pytest.param(how, marks=[] if how == "both" else [pytest.mark.slow]) for how in ARRANGEMENTS],
 )
 # Units of matmuls as they run, and in the second tier units in captured steps.
 BOTH_WAYS = pytest.mark.parametrize(

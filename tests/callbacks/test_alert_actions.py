@@ -169,7 +169,11 @@ def test_raise_tells_what_and_where(tmp_path: Path) -> None:
     with pytest.raises(ScaleViolation, match=r"step 10: blocks\.1\.down\.bias") as raised:
         train(monitor, nan_bias, logger=logger)
     error = raised.value
-    assert (error.step, error.tensor, error.module) == (FAULT_STEP, "blocks.1.down.bias", "blocks.1.down")
+    assert (error.step, error.tensor, error.module) == (
+        FAULT_STEP,
+        "blocks.1.down.bias",
+        "blocks.1.down",
+    )
     assert error.alerts == monitor.alerts and error.alert is error.alerts[0]
     again = pickle.loads(pickle.dumps(error))
     assert again.alerts == error.alerts and str(again) == str(error)

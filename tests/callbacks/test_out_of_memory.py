@@ -53,9 +53,7 @@ class Failing(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def _notes(
-    error: BaseException, callbacks: list[pl.Callback], num_blocks: int = 1
-) -> list[str]:
+def _notes(error: BaseException, callbacks: list[pl.Callback], num_blocks: int = 1) -> list[str]:
     """Return the notes of the error that a fit ends with, which is the error itself."""
     module = Failing(error, num_blocks)
     data = DataLoader(TensorDataset(torch.randn(256 * 3, 32)), batch_size=256)

@@ -100,6 +100,7 @@ def test_inductor_itself(torch_kernels: None) -> None:
 MODES = [("default", False, False), ("reduce-overhead", True, False), ("max-autotune", True, True)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("mode", "has_cuda_graphs", "is_tuned"), MODES)
 def test_a_mode_reaches_inductor(
     mode: Any, has_cuda_graphs: bool, is_tuned: bool, torch_kernels: None

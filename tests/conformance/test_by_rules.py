@@ -15,7 +15,7 @@ from lightning_unitscale.transforms import unit_scale
 from tests.conformance.cases import Case
 from tests.conformance.harness import CALLBACKS, TRANSFORMS, differences, plain, train
 from tests.conformance.test_conformance import CASES
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, sampled
 
 TRANSFORMS["rules"] = lambda module, *batch: unit_scale(module)
 TRANSFORMS["rules alone"] = lambda module, *batch: _without_units(unit_scale(module))
@@ -96,13 +96,7 @@ def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
     assert classes == [type(one) for one in scaled.modules()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if index % 3 == 0 else [pytest.mark.slow])
-        for index, name in enumerate(sorted(ODD))
-    ],
-)
+@pytest.mark.parametrize("name", sampled(sorted(ODD), 3))
 def test_without_a_plan_training_goes_on(name: str) -> None:
     case = _named(name)
     found = differences(train(case, "remat"), plain(case))

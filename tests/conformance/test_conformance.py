@@ -81,9 +81,7 @@ def test_there_are_enough_cases() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.slow]
-        )
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.slow])
         for case in CASES
     ],
 )

@@ -10,13 +10,9 @@ from lightning_unitscale.precision.compare_runs import compare_runs
 from lightning_unitscale.tensorboard.divergence import Divergence
 from tests.distributed.launch import run_ranks, runs_of_collected
 from tests.distributed.layouts_run import FAULT_STEP, FAULTY, train
+from tests.helpers import sampled
 
-# The first tier compares with DDP.
-LAYOUTS = [
-    "ddp",
-    pytest.param("fsdp", marks=pytest.mark.slow),
-    pytest.param("pipeline", marks=pytest.mark.slow),
-]
+LAYOUTS = sampled(["ddp", "fsdp", "pipeline"], 3)
 pytestmark = pytest.mark.distributed
 
 

@@ -131,6 +131,7 @@ def test_lossless_saves_what_the_format_would_lose() -> None:
     assert (scaled - true).norm() < 0.1 * true.norm()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_compiled(executor: str, rounding: str, torch_kernels: None) -> None:
