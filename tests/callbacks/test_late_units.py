@@ -26,7 +26,7 @@ from tests.callbacks.late import (
     optimizer_of,
 )
 from tests.callbacks.runs import Run, run
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, sampled
 
 NUM_STEPS = 8
 FORMATS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def train(
 
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("how", INTERRUPTED)
-@pytest.mark.parametrize("recalibrate", ["auto", None])
+@pytest.mark.parametrize("recalibrate", sampled(["auto", None], 2))
 def test_units_are_those_of_the_first_value(name: str, how: str, recalibrate: Any) -> None:
     make, (num_parts, evaluates) = LATE[name], INTERRUPTED[how]
     options = {"num_parts": num_parts, "evaluates": evaluates}

@@ -283,6 +283,7 @@ class Narrow(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict")
 def test_narrow_weights_show_that_they_were_scaled(tmp_path: Path) -> None:
     for seed in range(4):
