@@ -70,14 +70,15 @@ def pytest_collection_modifyitems(
 
     If a worker ran a long file last, the others would be idle.
     """
-    seen: set[str] = set()
+    seen: Counter[str] = Counter()
     for item in items:
         name = _test_of(item)
-        if item.get_closest_marker("slow_cases") and name in seen:
+        marker = item.get_closest_marker("slow_cases")
+        if marker is not None and seen[name] % (marker.args[0] if marker.args else sys.maxsize):
             item.add_marker("slow")
         if "inductor" in item.nodeid and "torch_kernels" not in item.fixturenames:
             item.add_marker("slow")  # it compiles C++
-        seen.add(name)
+        seen[name] += 1
     quick = Counter(_test_of(item) for item in items if not item.get_closest_marker("slow"))
     yield
     most = config.getoption("--cases")

@@ -622,6 +622,7 @@ def test_errors_of_the_users_own_keep_their_traceback(
         main(["profile", f"--model=raising_{kind}.Printing", "--trainer.accelerator=cpu"])
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(
     ("callback", "text"),
     [
@@ -665,6 +666,7 @@ class Plain(pl.LightningModule):
 """
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("command", ["profile", "explain-pipeline"])
 @pytest.mark.parametrize("arguments", ["batch", "batch, i", "batch, batch_idx=3"])
 def test_a_step_names_its_arguments_as_it_likes(

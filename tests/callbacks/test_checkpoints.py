@@ -53,6 +53,7 @@ def _start(entry: str, callbacks: list[Any], path: Path) -> tuple[Any, Any]:
     return module, result
 
 
+@pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize(
     ("trained", "method"),

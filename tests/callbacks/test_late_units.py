@@ -324,6 +324,7 @@ def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
         assert_same_bits(part(state, 0, stop) + part(state, stop, NUM_STEPS), whole)
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("format", FORMATS)
 def test_transforms(name: str, format: str) -> None:

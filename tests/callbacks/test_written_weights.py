@@ -86,6 +86,7 @@ def replaced(module: Writes) -> None:
 WRITES = [clamped, normalized, by_vector, averaged, swapped, replaced]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "in_hook", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["step", "hook"]
 )
@@ -98,6 +99,7 @@ def test_a_plan_has_the_plain_bits(write: Write, in_hook: bool) -> None:
     assert_same_bits((planned.outputs, planned.weights), (plain.outputs, plain.weights))
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -135,6 +137,7 @@ class Expects(pl.Callback):
         self.num_compared += 1
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("write", WRITES)
 def test_rules_keep_what_a_step_writes(write: Write) -> None:
     expects = Expects()

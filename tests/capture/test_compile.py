@@ -54,6 +54,7 @@ def test_a_copy_is_compiled(executed: list[str]) -> None:
     assert "No graph breaks" in compiled.explain()
 
 
+@pytest.mark.slow
 def test_in_any_order_with_other_transforms(executed: list[str]) -> None:
     net, x = Net(), torch.randn(5, 6) * 30
     for module in (

@@ -23,6 +23,7 @@ def train(loop: str, method: str, folder: Path) -> Outcome:
     return LOOPS[loop](zoo.new("Tied"), zoo.batches("Tied", 8), METHODS[method](), folder)
 
 
+@pytest.mark.slow_cases(6)
 @pytest.mark.parametrize("method", ["both", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_same_bits(loop: str, method: str, tmp_path: Path) -> None:

@@ -166,9 +166,8 @@ def _stepped(modules: list[Module], order: str) -> list[AttachedSession]:
     return attached
 
 
-@pytest.mark.parametrize(
-    "order", ["threads", "nested", pytest.param("in turn", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("order", ["threads", "nested", "in turn"])
 def test_two_modules_of_one_class_keep_to_their_own_sessions(order: str) -> None:
     def made(compiles: str) -> list[Module]:
         torch.manual_seed(0)

@@ -60,6 +60,7 @@ def _formats(make: Callable[[], nn.Module], *inputs: Any) -> tuple[Seen, Seen]:
     return seen[False], seen[True]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_matmul_reads_what_is_in_the_format(name: str) -> None:
     module, inputs = ZOO[name]()

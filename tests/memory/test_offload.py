@@ -195,6 +195,7 @@ def test_moves_are_the_best_of_all_sets_of_values(rate: float) -> None:
             assert found == 0, limit
 
 
+@pytest.mark.slow
 def test_a_larger_budget_never_costs_more_and_a_smaller_one_never_has_a_higher_peak(
     planner: Planner,
 ) -> None:
@@ -294,6 +295,7 @@ def test_the_bytes_on_the_host_are_those_of_the_plan(host: _Host) -> None:
     assert host.live == 0
 
 
+@pytest.mark.slow
 def test_an_error_in_either_pass_leaves_nothing_behind(
     host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

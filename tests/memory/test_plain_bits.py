@@ -78,6 +78,7 @@ class Bilinear(nn.Module):
         return self.layer(first + self.pairs(x, x * x)).float().square().mean()
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize("kind", [Updates, Inverse, Bilinear])
 def test_a_backward_pass_outside_of_autocast(kind: type[nn.Module], is_autocast: bool) -> None:

@@ -125,6 +125,7 @@ def test_min_cut_runs_no_matmul_again(planner: Planner) -> None:
     assert plan.saved_bytes < planner.default.saved_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_wherever_it_is_made(planner: Planner) -> None:
     torch.manual_seed(0)
     other = _planner(Net(), (torch.randn(4, 64, 64),), {}, None, 0)

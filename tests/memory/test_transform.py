@@ -28,6 +28,7 @@ def test_a_copy_plans_for_itself() -> None:
     assert len(planned.remat_reports()) == 1
 
 
+@pytest.mark.slow
 def test_transforms_nest() -> None:
     torch.manual_seed(0)
     net, x = Net(1), torch.randn(4, 64, 64)

@@ -67,6 +67,7 @@ def test_schedules_of_several_stages_take_no_bytes(schedule: str) -> None:
     check_schedule(0.5, find_schedule("1F1B"))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", ["min_cut", 0.8])
 def test_the_bits_of_the_stage(budget: Budget) -> None:
     """Several microbatches forward before the first one goes back, as in a pipeline."""

@@ -226,6 +226,7 @@ class Order(pl.Callback):
         self.firsts.append(batch[0][0, 0].item())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_data_are_shuffled_if_the_loader_does(shuffle: bool, one_rank: dict[str, Any]) -> None:
     order = Order()
@@ -348,6 +349,7 @@ def test_what_cannot_be_pipelined_is_refused(
     assert "training_step" not in made.__dict__
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     ("module", "capture", "match"),
     [

@@ -106,6 +106,7 @@ def actions_of(module: nn.Module) -> dict[str, Action]:
     return {fqn: plan.action for fqn, plan in plans_of(module).items()}
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("update", AVERAGES.values(), ids=AVERAGES)
 def test_an_average_leaves_the_plan_as_it_is(
     update: Foreach, untouched: dict[str, ParameterPlan]
@@ -117,6 +118,7 @@ def test_an_average_leaves_the_plan_as_it_is(
     assert not structure.plain_adds
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("update", OTHERS.values(), ids=OTHERS)
 def test_other_updates_leave_the_weights_alone(update: Foreach) -> None:
     actions = actions_of(Taught(update))

@@ -146,6 +146,7 @@ def test_what_cannot_be_folded_is_reported_and_stays() -> None:
     assert number == len(folded.unfolded)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("where", ["before", "between"])
 def test_a_weight_with_two_readers_keeps_its_factors(where: str) -> None:
     class Twice(nn.Module):
@@ -206,6 +207,7 @@ def test_a_lightning_module_after_a_fit(fold: bool) -> None:
     assert relative_error(program.module()(x), expected) < 1e-6
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_export_of_the_scaled_module_itself_names_deploy(strict: bool) -> None:
     x = torch.randn(2, 16)

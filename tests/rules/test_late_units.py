@@ -227,6 +227,7 @@ def test_first_values_give_units_and_first_gradients_are_at_rms_1(name: str) -> 
     assert differing_parameters(scaled, batches(1)[0]) == []
 
 
+@pytest.mark.slow
 def test_what_gets_a_unit_costs_no_second_run_for_what_stays_zero() -> None:
     def make() -> nn.Module:
         module = RECURRENT["gru"]()
@@ -243,6 +244,7 @@ def test_what_gets_a_unit_costs_no_second_run_for_what_stays_zero() -> None:
     assert missing(scaled) == {"state.linear:input"} < at_first
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("name", LATE)
 def test_late_factors_are_those_of_every_accumulated_batch(name: str) -> None:
     _, scaled = planned(LATE[name])
@@ -321,6 +323,7 @@ def test_late_units_in_a_checkpoint() -> None:
     assert not missing(scaled)
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "wrap", [simulate_fp8, track_scales, copy.deepcopy], ids=["fp8", "tracked", "copied"]
 )

@@ -56,6 +56,7 @@ def test_operands_and_gradients_are_near_one(name: str) -> None:
     assert sum(near) >= 0.9 * len(near) > 0
 
 
+@pytest.mark.slow
 def test_depth_does_not_matter() -> None:
     torch.manual_seed(1)
     scaled = unit_scale(GPT(32, 8))

@@ -215,6 +215,7 @@ COMPOSITIONS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_it_nests_with_whatever_leaves_the_function_alone(
     name: str, planned: Any, monkeypatch: pytest.MonkeyPatch
