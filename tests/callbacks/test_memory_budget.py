@@ -325,6 +325,7 @@ class _Chosen(_Parts):
         return self.parts[1](x[x.sum(-1) > 0]).square().mean()
 
 
+@pytest.mark.slow
 def test_shapes_that_depend_on_values_are_planned_in_parts() -> None:
     data = DataLoader(_Wide(), batch_size=256)
     torch.manual_seed(0)

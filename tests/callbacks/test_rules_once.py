@@ -370,6 +370,7 @@ def test_once_in_a_whole_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(scaled) == 2  # another one, and this test can count
 
 
+@pytest.mark.slow
 def test_match_cannot_know_the_rates_of_weights_from_elsewhere(tmp_path: Path) -> None:
     trainer, _ = fit(seeded(), unit_scale("unit-scaling"), max_epochs=1, max_steps=-1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")

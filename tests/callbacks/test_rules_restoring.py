@@ -252,6 +252,7 @@ def test_a_scale_that_is_not_known_is_an_error_if_that_is_asked_for() -> None:
     fit(module, unit_scale("u-mup", on_unknown="keep"), max_steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict")
 def test_weights_of_a_stranger_cannot_be_predicted_with(tmp_path: Path) -> None:
     """A step without a loss does not show the readout; the checkpoint knows it."""

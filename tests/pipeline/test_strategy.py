@@ -394,6 +394,7 @@ class CountsAndUsesParts(Groups):
         return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
+@pytest.mark.slow
 def test_a_step_does_once_for_a_batch_what_it_does_beside_its_graph(
     one_rank: dict[str, Any],
 ) -> None:
