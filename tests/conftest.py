@@ -70,14 +70,15 @@ def pytest_collection_modifyitems(
 
     If a worker ran a long file last, the others would be idle.
     """
-    seen: set[str] = set()
+    seen: Counter[str] = Counter()
     for item in items:
         name = _test_of(item)
-        if item.get_closest_marker("slow_cases") and name in seen:
+        marker = item.get_closest_marker("slow_cases")
+        if marker is not None and seen[name] % (marker.args[0] if marker.args else sys.maxsize):
             item.add_marker("slow")
         if "inductor" in item.nodeid and "torch_kernels" not in item.fixturenames:
             item.add_marker("slow")  # it compiles C++
-        seen.add(name)
+        seen[name] += 1
     quick = Counter(_test_of(item) for item in items if not item.get_closest_marker("slow"))
     yield
     most = config.getoption("--cases")
@@ -94,7 +95,9 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     longest = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
-    items.sort(key=lambda item: item.path not in longest)
+    root = Path(__file__).parent
+    # The command line takes long as well, and would be last: its file is in no folder.
+    items.sort(key=lambda item: (item.path not in longest, item.path.parent != root))
 
 
 @pytest.fixture(autouse=True, scope="session")

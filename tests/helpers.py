@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,14 @@ from lightning_unitscale.capture import dynamo_capture as capture
 from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.graph_nodes import Names
+
+
+def sampled(cases: Iterable[Any], every: int) -> list[Any]:
+    """Return the cases of a test, of which the first tier runs the first of every so many."""
+    return [
+        pytest.param(case, marks=[pytest.mark.slow] if index % every else [])
+        for index, case in enumerate(cases)
+    ]
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

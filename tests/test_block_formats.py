@@ -47,6 +47,7 @@ def _equals_torchao(format: BlockFormat, count: int, seed: int) -> None:
             assert _same(quantize_blocks(finite, format), by_torchao(finite, format, scales[-1]))
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_it_has_the_bits_of_torchao(format: BlockFormat) -> None:
@@ -61,6 +62,7 @@ def test_it_has_the_bits_of_torchao_on_many_patterns(format: BlockFormat) -> Non
         _equals_torchao(format, ROW * 32_000, seed=10 + seed)
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_it_is_the_specification_in_exact_rationals(format: BlockFormat) -> None:
     size = format.block_size

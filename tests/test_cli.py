@@ -77,28 +77,22 @@ def _saved_config(run: str) -> dict[str, Any]:
     return yaml.safe_load(Path(run, "config.yaml").read_text())
 
 
-@pytest.mark.parametrize("config", [UNIT_SCALED, BASELINE], ids=["unit_scaled", "baseline"])
-def test_fit_ends_with_a_report(
-    config: Path, tiny: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    _fit(config, *tiny, "--trainer.callbacks.every_n_steps=1")
-    report = capsys.readouterr().out
-    assert re.search(r"\nblocks\.0 +\d+ of 11 ", report)  # the scale table
-    assert "gradients within 2x of RMS 1" in report
-    assert re.search(r"Validation loss: \d\.\d{4} after step 4 .*\d\.\d{4}, the unigram", report)
-    assert "\nScales tab: http://localhost:6006/#scales (while" in report
-    assert report.rstrip().endswith("--logdir logs")
-    assert list(Path("logs", config.stem, "version_0").glob("events.out.tfevents.*"))
-
-
-def test_both_configurations_reach_the_same_loss(
+def test_fits_end_with_a_report_and_the_same_loss(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses = []
     for config in (UNIT_SCALED, BASELINE):
-        _fit(config, *tiny)
-        losses += re.findall(r"Validation loss: (\S+)", capsys.readouterr().out)
-    assert len(losses) == 2
+        _fit(config, *tiny, "--trainer.callbacks.every_n_steps=1")
+        report = capsys.readouterr().out
+        assert re.search(r"\nblocks\.0 +\d+ of 11 ", report)  # the scale table
+        assert "gradients within 2x of RMS 1" in report
+        (found,) = re.findall(
+            r"Validation loss: (\d\.\d{4}) after step 4 .*\d\.\d{4}, the unigram", report
+        )
+        losses.append(found)
+        assert "\nScales tab: http://localhost:6006/#scales (while" in report
+        assert report.rstrip().endswith("--logdir logs")
+        assert list(Path("logs", config.stem, "version_0").glob("events.out.tfevents.*"))
     assert losses[0] == losses[1]
 
 
@@ -148,8 +142,8 @@ def test_runs_repeat_exactly(tiny: list[str]) -> None:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_second_run_may_use_the_folder_of_the_first(tiny: list[str]) -> None:
     fixed = "--trainer.logger.version=mine"
-    _fit(BASELINE, *tiny, fixed)
-    _fit(BASELINE, *tiny, fixed, "--model.width=32")
+    _fit(BASELINE, *tiny, fixed, "--trainer.max_steps=1")
+    _fit(BASELINE, *tiny, fixed, "--trainer.max_steps=1", "--model.width=32")
     assert _saved_config("logs/gpt_baseline/mine")["model"]["init_args"]["width"] == 32
 
 
@@ -169,18 +163,15 @@ def test_a_run_is_resumed_from_a_checkpoint(tiny: list[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
-def test_the_other_subcommands(
-    subcommand: str, tiny: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_other_subcommands(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     _fit(UNIT_SCALED, *tiny)
     capsys.readouterr()
     checkpoint = "logs/gpt_unit_scaled/version_0/checkpoints/epoch=0-step=4.ckpt"
-    main([subcommand, f"--config={UNIT_SCALED}", *tiny, f"--ckpt_path={checkpoint}"])
-    output = capsys.readouterr().out
-    if subcommand != "predict":
-        assert f"{'val' if subcommand == 'validate' else 'test'}_loss" in output
-    assert "Validation loss" not in output  # the report is about training
+    for subcommand, loss in (("validate", "val_loss"), ("test", "test_loss"), ("predict", "")):
+        main([subcommand, f"--config={UNIT_SCALED}", *tiny, f"--ckpt_path={checkpoint}"])
+        output = capsys.readouterr().out
+        assert loss in output
+        assert "Validation loss" not in output  # the report is about training
 
 
 def test_an_interrupted_run_reports_and_exits_cleanly(
@@ -442,6 +433,7 @@ class TestProfileOfSeveralDevices:
         Path("run.yaml").write_text(config.replace("NODES", str(num_nodes)))
         main(["profile", "--config=run.yaml", f"--model={model}", *options])
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         ("accelerator", "device", "num_nodes"), [("cpu", "cpu", 1), ("gpu", "cuda", 8)]
     )
@@ -630,6 +622,7 @@ def test_errors_of_the_users_own_keep_their_traceback(
         main(["profile", f"--model=raising_{kind}.Printing", "--trainer.accelerator=cpu"])
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(
     ("callback", "text"),
     [
@@ -673,6 +666,7 @@ class Plain(pl.LightningModule):
 """
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("command", ["profile", "explain-pipeline"])
 @pytest.mark.parametrize("arguments", ["batch", "batch, i", "batch, batch_idx=3"])
 def test_a_step_names_its_arguments_as_it_likes(

@@ -14,12 +14,14 @@ from lightning_unitscale.memory.profile_report import format_bytes
 _PROJECT = """
 import lightning.pytorch as pl, torch
 class Net(pl.LightningModule):
-    def __init__(self):
+    def __init__(self, num_rows=1, num_blocks=2):
         super().__init__()
+        self.num_rows = num_rows
         self.blocks = torch.nn.ModuleList(
             torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32))
-            for _ in range(2))
+            for _ in range(num_blocks))
     def training_step(self, batch, batch_idx):
+        batch = batch[:, None].expand(-1, self.num_rows, -1)
         for block in self.blocks:
             batch = batch + block(batch)
         loss = batch.square().mean()
@@ -67,7 +69,9 @@ def test_what_fits_is_shown_and_written(project: str, capsys: pytest.CaptureFixt
 
 
 def test_a_named_gpu_has_its_memory(project: str) -> None:
-    found = _run(project, "--device=t4", "--max_shards=1", "--trainer.accumulate_grad_batches=3")
+    # Samples of many MiB: fewer batch sizes are tried until the memory is full.
+    options = ["--device=t4", "--max_shards=1", "--trainer.accumulate_grad_batches=3"]
+    found = _run(project, *options, f"--model.num_rows={2**16}", "--model.num_blocks=1")
     assert found["device"] == "cuda:t4" and found["samples"] == 3 * 64
     assert found["memory_bytes"] == 15 * 2**30
     assert found["cheapest"]["budget"] is None

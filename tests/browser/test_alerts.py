@@ -121,7 +121,7 @@ def test_alerts_of_both_runs_that_are_compared(page, runs):
         page.settle("document.querySelectorAll('.alerts summary > span').length === 2")
         titles = page.texts(".alerts summary > span")
         assert titles[0].endswith(": flushed, " + first_of(monitors["flushed"]))
-        assert titles[1] == "1 alert in nan, first at step 30: NaN or inf, blocks.1.down.bias"
+        assert titles[1] == "1 alert in nan, first at step 10: NaN or inf, blocks.1.down.bias"
         both = [*monitors["flushed"].alerts, *monitors["nan"].alerts]
         assert page.texts(".alerts li span:last-child") == [str(one) for one in both]
         assert page.texts(".alerts li .alert-run")[-1] == "nan"
@@ -170,7 +170,7 @@ LATE_ALERTS = """(() => {
 
 def test_alerts_that_come_after_the_last_step(page, runs):
     folder, _ = runs
-    late = {"kind": "overflow", "step": 35, "tensor": "first.bias", "direction": "forward"}
+    late = {"kind": "overflow", "step": 15, "tensor": "first.bias", "direction": "forward"}
     late["text"] = "late"
     with page.served(folder) as url:
         page.open(url + FRAME)

@@ -15,7 +15,7 @@ from lightning_unitscale import ScaleMonitor
 from lightning_unitscale.callbacks import ScaleWarning
 from tests.callbacks.runs import QUIET, loader
 
-FAULT_STEP = 30
+FAULT_STEP, NUM_STEPS = 10, 20
 
 
 class Block(nn.Module):
@@ -80,12 +80,12 @@ def train(
     others: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> tuple[pl.Trainer, list[str]]:
-    """Trains for 40 steps, if nothing stops it; returns the Trainer and the monitor's warnings."""
+    """Trains for 20 steps, if nothing stops it; returns the Trainer and the monitor's warnings."""
     pl.seed_everything(3, verbose=False)
-    options = {"max_steps": 40, "default_root_dir": ".", **options}
+    options = {"max_steps": NUM_STEPS, "default_root_dir": ".", **options}
     trainer = pl.Trainer(callbacks=[monitor, *others], **{**QUIET, **options})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ScaleWarning)
         warnings.filterwarnings("ignore", "ScaleMonitor: the Trainer has no logger")
-        trainer.fit(Stack(inject, at), loader(160))
+        trainer.fit(Stack(inject, at), loader(4 * NUM_STEPS))
     return trainer, [str(one.message) for one in caught if one.category is ScaleWarning]

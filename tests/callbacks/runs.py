@@ -46,17 +46,18 @@ ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "both, reversed": lambda: both()[::-1],
     "both, captured": lambda: [*both(), Capturing()],
 }
-# The first tier has all of them together, as they run and in captured steps.
+# The first tier has both together.
 ARRANGED = pytest.mark.parametrize(
     "how",
-    [
-        pytest.param(how, marks=[] if how in ("both", "both, captured") else [pytest.mark.slow])
-        for how in ARRANGEMENTS
-    ],
+    [pytest.param(how, marks=[] if how == "both" else [pytest.mark.slow]) for how in ARRANGEMENTS],
 )
-# Units of matmuls as they run, and units in captured steps.
+# Units of matmuls as they run, and in the second tier units in captured steps.
 BOTH_WAYS = pytest.mark.parametrize(
-    "captured", [{}, {"remat": "min_cut"}], ids=["dispatcher", "captured"]
+    "captured",
+    [
+        pytest.param({}, id="dispatcher"),
+        pytest.param({"remat": "min_cut"}, id="captured", marks=pytest.mark.slow),
+    ],
 )
 
 

@@ -53,6 +53,7 @@ def _start(entry: str, callbacks: list[Any], path: Path) -> tuple[Any, Any]:
     return module, result
 
 
+@pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize(
     ("trained", "method"),
@@ -81,6 +82,7 @@ def test_whoever_loads_it_all_the_same_is_told(checkpoints: dict[str, Path]) -> 
         Classifier.load_from_checkpoint(checkpoints["u-mup"], strict=False)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("when", ["", " afterwards"])
 def test_a_checkpoint_of_weights_alone(when: str, checkpoints: dict[str, Path]) -> None:
     path = checkpoints[f"u-mup, weights{when}"]
@@ -155,6 +157,7 @@ def test_the_modules_own_hooks_are_called(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_first", [False, True])
 def test_averaged_weights_are_marked_and_the_others_resumed(is_first: bool, tmp_path: Path) -> None:
     def callbacks() -> list[pl.Callback]:

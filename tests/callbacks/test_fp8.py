@@ -65,6 +65,7 @@ def _losses(callbacks: Any = (), make: Any = Tower, **options: Any) -> Tensor:
     return torch.stack([step["loss"] for step in done.outputs if step is not None])
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
     plugins: dict[str, Any] = {"precision": precision}

@@ -76,7 +76,7 @@ def test_formats_train_as_fp32_does(name: str, method: str) -> None:
         assert "no unit yet" not in callback.explain().partition("\n\n")[0]
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATE)
 def test_no_gradient_is_flushed_for_long(name: str) -> None:
     wide, _ = _run(_watched(name))

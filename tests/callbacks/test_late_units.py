@@ -26,7 +26,7 @@ from tests.callbacks.late import (
     optimizer_of,
 )
 from tests.callbacks.runs import Run, run
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, sampled
 
 NUM_STEPS = 8
 FORMATS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def train(
 
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("how", INTERRUPTED)
-@pytest.mark.parametrize("recalibrate", ["auto", None])
+@pytest.mark.parametrize("recalibrate", sampled(["auto", None], 2))
 def test_units_are_those_of_the_first_value(name: str, how: str, recalibrate: Any) -> None:
     make, (num_parts, evaluates) = LATE[name], INTERRUPTED[how]
     options = {"num_parts": num_parts, "evaluates": evaluates}
@@ -324,6 +324,7 @@ def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
         assert_same_bits(part(state, 0, stop) + part(state, stop, NUM_STEPS), whole)
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("format", FORMATS)
 def test_transforms(name: str, format: str) -> None:

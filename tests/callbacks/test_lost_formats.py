@@ -307,6 +307,7 @@ class Between(Net):
         return self.middle(x)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"simulate": "fp8"}], ids=str)
 @pytest.mark.parametrize(
     "captured",
@@ -322,6 +323,7 @@ def test_matmuls_between_captured_graphs(options: dict[str, Any], captured: dict
     assert counts == {"up": ("format", 2), "middle": ("format", 3), "down": ("format", 3)}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"simulate": "fp8"}], ids=str)
 def test_matmuls_between_graphs_of_rules(options: dict[str, Any]) -> None:
     callback = UnitScaleCallback("u-mup", **options)

@@ -72,18 +72,14 @@ def test_a_run_within_a_budget_is_the_same_run(options) -> None:
     assert steps_of(planned) is None
 
 
-def test_without_random_numbers_it_is_the_run_without_the_callback() -> None:
-    plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
-    _fit(plain, _batches())
-    _fit(planned, _batches(), RematCallback(0.75))
-    _assert_same_weights(plain, planned)
-
-
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.4, 1.0, "min", "min_cut"])
-def test_the_prediction_is_what_is_measured(budget) -> None:
+def test_without_random_numbers_it_is_the_plain_run_and_its_peak_is_predicted(budget) -> None:
+    plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
     callback, logger = RematCallback(budget), MemoryLogger()
-    _fit(_gpt(dropout=0.0), _batches(4), callback, logger=logger)
+    _fit(plain, _batches())
+    _fit(planned, _batches(), callback, logger=logger)
+    _assert_same_weights(plain, planned)
     predicted, measured = callback.predicted_peak_bytes, callback.measured_peak_bytes
     assert predicted is not None and measured is not None
     assert predicted == pytest.approx(measured, rel=0.01)
@@ -96,20 +92,20 @@ def test_the_prediction_is_what_is_measured(budget) -> None:
 
 
 def test_a_budget_in_bytes_is_kept() -> None:
-    unplanned = RematCallback(1.0)
-    _fit(_gpt(dropout=0.0), _batches(3), unplanned)
+    data, unplanned = DataLoader(_Wide(), batch_size=256), RematCallback(1.0)
+    _fit(_Whole(), data, unplanned)
     assert unplanned.measured_peak_bytes is not None
     budget = int(0.8 * unplanned.measured_peak_bytes)
     callback = RematCallback(budget)
-    _fit(_gpt(dropout=0.0), _batches(3), callback)
+    _fit(_Whole(), data, callback)
     assert callback.measured_peak_bytes is not None
     assert callback.measured_peak_bytes <= 1.005 * budget
 
 
 def test_a_budget_below_the_floor_names_the_floor() -> None:
-    module = _gpt()
+    module = Regression()
     with pytest.raises(ValueError, match=r"smallest achievable peak is .* bytes\), in the"):
-        _fit(module, _batches(), RematCallback("1MiB"))
+        _fit(module, loader(8), RematCallback(10))
     assert steps_of(module) is None
 
 
@@ -329,6 +325,7 @@ class _Chosen(_Parts):
         return self.parts[1](x[x.sum(-1) > 0]).square().mean()
 
 
+@pytest.mark.slow
 def test_shapes_that_depend_on_values_are_planned_in_parts() -> None:
     data = DataLoader(_Wide(), batch_size=256)
     torch.manual_seed(0)

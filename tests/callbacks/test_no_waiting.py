@@ -45,6 +45,7 @@ def train(
     *callbacks: UnitScaleCallback | ScaleMonitor,
     number: Callable[[int], float] = changing,
     num_parts: int = 1,
+    num_steps: int = NUM_STEPS,
     after_step: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Train the demo's model in a small size, with all numbers of a step alike."""
@@ -55,7 +56,7 @@ def train(
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         attachment = attach(module, optimizer, callbacks)
     with attachment:
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             gpu.begin_step()
             gpu.number = number(step)
             for _ in range(num_parts):
@@ -143,7 +144,8 @@ def test_late_units(options: dict[str, Any], at_first: set[str], num_parts: int)
 def test_casts_to_fp8() -> None:
     """Each operand of a linear layer, and its gradient, is cast once."""
     with a_gpu() as gpu:
-        train(gpu, UnitScaleCallback(recalibrate=LOOK_EVERY, precision="fp8"))
+        callback = UnitScaleCallback(recalibrate=LOOK_EVERY, precision="fp8")
+        train(gpu, callback, num_steps=LOOK_EVERY + 2)
     for step, launches in enumerate(gpu.launches):
         # Four layers of three matmuls; where matmuls are measured, each makes its own casts.
         num_casts = 4 * 3 if step % LOOK_EVERY else 4 * 3 * 2

@@ -72,9 +72,14 @@ def _own_generator(self: Any, batch: Any, batch_idx: int) -> Any:
 STEPS = [_warm_up, _table, _mixed, _short_types, _own_arrays, _array_in_place, _own_generator]
 
 
-@pytest.mark.parametrize("name", ["unit scale", "unit scale, captured"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("unit scale, captured", step) for step in STEPS),
+        *(pytest.param("unit scale", step, marks=pytest.mark.slow) for step in STEPS),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_numbers(step: Any, name: str) -> None:
+def test_numbers(name: str, step: Any) -> None:
     _, callbacks = assert_same_run(regression_with(step), ARRANGEMENTS[name])
     assert "first.linear" in unit_scale_of(callbacks).gauge

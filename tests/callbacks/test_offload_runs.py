@@ -9,10 +9,12 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
-from tests.callbacks.runs import MemoryLogger
+from tests.callbacks.modules import Regression
+from tests.callbacks.runs import MemoryLogger, loader
 from tests.callbacks.test_memory_budget import _assert_same_weights, _batches, _fit, _gpt
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}],
@@ -29,6 +31,7 @@ def test_a_run_is_the_same_run_and_its_peak_is_predicted(options: dict[str, Any]
     assert "moved to the host" in callback.explain()
 
 
+@pytest.mark.slow
 def test_beside_units_and_a_monitor() -> None:
     plain, moved = _gpt(dropout=0.0), _gpt(dropout=0.0)
     _fit(plain, _batches())
@@ -42,6 +45,7 @@ def test_beside_units_and_a_monitor() -> None:
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     whole, first, second = (_gpt(dropout=0.0) for _ in range(3))
     path = tmp_path / "half.ckpt"
@@ -64,7 +68,7 @@ def test_settings_that_cannot_use_it() -> None:
 
 def test_a_budget_too_small_even_with_the_host_names_the_floor() -> None:
     with pytest.raises(ValueError, match="smallest achievable peak is"):
-        _fit(_gpt(), _batches(), RematCallback("1MiB", offload="host"))
+        _fit(Regression(), loader(8), RematCallback(10, offload="host"))
 
 
 def test_a_configuration_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

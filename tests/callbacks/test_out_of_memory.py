@@ -29,10 +29,11 @@ _TEXT = (
 class Failing(pl.LightningModule):
     """A model whose second step runs out of memory."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, num_blocks: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            for _ in range(num_blocks)
         )
         self._error = error
 
@@ -52,9 +53,9 @@ class Failing(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def _notes(error: BaseException, callbacks: list[pl.Callback]) -> list[str]:
+def _notes(error: BaseException, callbacks: list[pl.Callback], num_blocks: int = 1) -> list[str]:
     """Return the notes of the error that a fit ends with, which is the error itself."""
-    module = Failing(error)
+    module = Failing(error, num_blocks)
     data = DataLoader(TensorDataset(torch.randn(256 * 3, 32)), batch_size=256)
     options: dict[str, Any] = {**QUIET, "max_epochs": 1, "logger": MemoryLogger()}
     with pytest.raises(type(error)) as raised:
@@ -68,7 +69,7 @@ def _notes(error: BaseException, callbacks: list[pl.Callback]) -> list[str]:
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_the_largest_owners_and_a_budget_that_fits(name: str) -> None:
     error = torch.OutOfMemoryError(_TEXT.format("1.50 MiB"))
-    (note,) = _notes(error, CALLBACKS[name]())
+    (note,) = _notes(error, CALLBACKS[name](), num_blocks=3)
     assert str(error) == _TEXT.format("1.50 MiB")
     assert "at batch size 256. The largest owners of its bytes" in note
     owners = [line for line in note.splitlines() if line.endswith("iB")]
@@ -77,14 +78,14 @@ def test_the_largest_owners_and_a_budget_that_fits(name: str) -> None:
     assert found is not None
     if name == "remat":
         callback = RematCallback(int(found[1]))
-        _notes(torch.OutOfMemoryError("again"), [callback])
+        _notes(torch.OutOfMemoryError("again"), [callback], num_blocks=3)
         assert callback.predicted_peak_bytes is not None
         assert callback.predicted_peak_bytes <= int(found[1])
 
 
 def test_no_budget_fits() -> None:
-    (note,) = _notes(torch.OutOfMemoryError(_TEXT.format("300.00 KiB")), [RematCallback(1.0)])
-    assert "No budget fits into 300.00 KiB, since the smallest peak" in note
+    (note,) = _notes(torch.OutOfMemoryError(_TEXT.format("100.00 KiB")), [RematCallback(1.0)])
+    assert "No budget fits into 100.00 KiB, since the smallest peak" in note
 
 
 def test_without_a_capacity_only_the_owners_are_named() -> None:

@@ -129,6 +129,7 @@ def test_units_follow_without_a_compilation(
     assert events == 1 + {"auto": 2, None: 0, 2: 9, 5: 3}[recalibrate]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("first", ["unit scale", "monitor"])
 def test_a_step_that_nobody_looks_at_measures_nothing(
     first: str, captures: list[str], monkeypatch: pytest.MonkeyPatch
@@ -156,6 +157,7 @@ def test_looks_of_one_do_not_show_in_the_other(monkeypatch: pytest.MonkeyPatch) 
     assert looks.measured == [step in (0, 3, 6, 9) for step in range(11)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("first", ["unit scale", "monitor"])
 def test_a_captured_step_that_is_not_sampled_runs_the_plain_variant(
     first: str, captures: list[str], variants: list[bool]

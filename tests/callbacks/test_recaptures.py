@@ -111,6 +111,7 @@ def test_a_step_that_is_captured_at_each_call_goes_on_as_it_is(
     assert found.module.num_graphs[0] == 1 and found.module.num_graphs[-1] == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_is_captured_at_times_stays_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
     expected, _ = trained(ByTextAtTimes)
@@ -153,7 +154,7 @@ def test_rules_refuse_a_first_step_beyond_dynamos_limit(monkeypatch: pytest.Monk
     assert "too many times" in warning
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["u-mup", "unit-scaling"])
 def test_rules_are_never_lost_to_dynamos_limit(
     method: Any, monkeypatch: pytest.MonkeyPatch

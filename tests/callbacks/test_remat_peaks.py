@@ -17,11 +17,11 @@ from tests.callbacks.runs import QUIET, MemoryLogger
 
 
 class MLP(pl.LightningModule):
-    """768-256x8-10: weights outweigh activations."""
+    """768-256x3-10: weights outweigh activations."""
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
         super().__init__()
-        widths = [768, *[256] * 8]
+        widths = [768, *[256] * 3]
         pairs = itertools.pairwise(widths)
         layers = [layer for pair in pairs for layer in (nn.Linear(*pair), nn.GELU())]
         self.net = nn.Sequential(*layers, nn.Linear(256, 10))
@@ -94,4 +94,4 @@ def test_no_plan_has_a_lower_peak_than_the_step_of_the_optimizer() -> None:
     assert remat.reports[0].peak_at == "the optimizer's step"
     assert remat.reports[0].recomputed_flops == 0
     with pytest.raises(ValueError, match=r"smallest achievable peak is .*, in the optim"):
-        _fit(RematCallback("8MiB"))
+        _fit(RematCallback("2MiB"))

@@ -103,7 +103,7 @@ def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
     assert len(callback.reports) == 1
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [_Momentum, _ReassignedAfterwards])
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
 def test_data_is_assigned_beside_a_monitor(step: type[_Step]) -> None:
@@ -210,6 +210,7 @@ class _Averaged(_Step):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
 def test_what_a_metric_counts() -> None:
     found = []

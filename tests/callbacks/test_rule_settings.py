@@ -55,6 +55,7 @@ def cosine(module: nn.Module) -> Any:
     return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)]
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("configure", [one_cycle, warm_up, plateau, cosine])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulated"])
 def test_match_trains_as_the_plain_module_and_the_monitor_sees_its_rates(

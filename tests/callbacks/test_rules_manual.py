@@ -81,7 +81,7 @@ class WithoutOne(ByHand):
 KINDS = [ByHand, ByOneNorm, ByMatmuls]
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_may_read_its_gradients(kind: Any) -> None:
     pl.seed_everything(1, verbose=False)

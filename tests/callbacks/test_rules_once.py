@@ -183,6 +183,7 @@ def _sigmas(module: Any) -> dict[str, float]:
     return {name: one.info.sigma for name, one in plan_of(module).parameters.items()}
 
 
+@pytest.mark.slow
 def test_a_second_fit_is_the_continued_one() -> None:
     """Rates, factors and gradients of a second fit are those of one that went on."""
     losses = []
@@ -281,6 +282,7 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
         return resumable(folder, 2)[0], folder
 
 
+@pytest.mark.slow
 def test_resuming_in_the_same_objects(two_epochs: Any) -> None:
     whole, folder = two_epochs
     pl.seed_everything(5, verbose=False)
@@ -368,6 +370,7 @@ def test_once_in_a_whole_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(scaled) == 2  # another one, and this test can count
 
 
+@pytest.mark.slow
 def test_match_cannot_know_the_rates_of_weights_from_elsewhere(tmp_path: Path) -> None:
     trainer, _ = fit(seeded(), unit_scale("unit-scaling"), max_epochs=1, max_steps=-1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")

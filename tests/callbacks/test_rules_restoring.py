@@ -207,6 +207,7 @@ class Adversaries(Classifier):
             self.rms.append(rms(torch.cat([one.flatten() for one in grads])))
 
 
+@pytest.mark.slow
 def test_gradients_of_adversaries_are_at_rms_1_after_the_first_batch() -> None:
     pl.seed_everything(1, verbose=False)
     module = Adversaries()
@@ -251,6 +252,7 @@ def test_a_scale_that_is_not_known_is_an_error_if_that_is_asked_for() -> None:
     fit(module, unit_scale("u-mup", on_unknown="keep"), max_steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict")
 def test_weights_of_a_stranger_cannot_be_predicted_with(tmp_path: Path) -> None:
     """A step without a loss does not show the readout; the checkpoint knows it."""
@@ -282,6 +284,7 @@ class Narrow(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict")
 def test_narrow_weights_show_that_they_were_scaled(tmp_path: Path) -> None:
     for seed in range(4):

@@ -68,6 +68,7 @@ def test_gradients_are_at_rms_1_at_the_step(accumulated: int) -> None:
     assert all(0.3 < one < 3.3 for one in found)
 
 
+@pytest.mark.slow
 def test_accumulation_that_changes() -> None:
     seen = Gradients()
     schedule = GradientAccumulationScheduler({0: 1, 1: 16})
@@ -162,6 +163,7 @@ def one_cycle(module: nn.Module) -> Any:
     return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("method", METHODS)
 def test_the_monitor_and_the_scheduler_see_the_users_rates(method: str) -> None:
     found = []
@@ -243,6 +245,7 @@ def test_inductor(torch_kernels: None) -> None:
     assert losses[0][-1] != losses[0][0]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_first", [False, True])
 def test_the_scale_monitor_shows_rms_1(is_first: bool) -> None:
     callbacks = [unit_scale("u-mup"), ScaleMonitor(every_n_steps=1)][:: 1 if is_first else -1]

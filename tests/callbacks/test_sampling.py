@@ -30,6 +30,7 @@ def _steps(options: dict[str, Any], **trainer: Any) -> list[int]:
     return [snapshot.step for snapshot in monitor.snapshots]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     ("trainer", "expected"),
     [
@@ -51,6 +52,7 @@ def test_both_ends_of_a_training(trainer: dict[str, Any], expected: list[int]) -
     assert _steps({"every_n_steps": 10}, **trainer) == expected
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -30,6 +30,7 @@ from tests.helpers import assert_same_bits
 WITH_VALIDATION = {"val_dataloaders": loader(6)}
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "options",
     [

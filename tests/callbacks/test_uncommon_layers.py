@@ -32,6 +32,7 @@ class Looking(Regression):
         return super().forward(sum(one if one.dim() == 2 else one.sum(1) for one in rows))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
 def test_embeddings_that_write_into_their_weight(how: str) -> None:
     def make() -> Looking:
@@ -127,6 +128,7 @@ def test_a_sparse_matrix_in_a_plan() -> None:
     assert_same_bits((found.outputs, found.weights), (plain.outputs, plain.weights))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_sparse_gradients_by_rules(by_hand: bool) -> None:
     """The rules give the model weights that it does not have plainly, and the same gradients."""
@@ -164,6 +166,7 @@ def test_sparse_gradients_with_an_optimizer_of_their_own(how: str) -> None:
     assert_same_run(Sparse, ARRANGEMENTS[how])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_rows_of_different_lengths(how: str) -> None:
@@ -220,6 +223,7 @@ class Clipping(Regression):
         return matmul + 0.1 * active[:, :2]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
 @pytest.mark.parametrize("where", ["hooks", "function", "module"])
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

@@ -86,7 +86,10 @@ def replaced(module: Writes) -> None:
 WRITES = [clamped, normalized, by_vector, averaged, swapped, replaced]
 
 
-@pytest.mark.parametrize("in_hook", [False, True], ids=["step", "hook"])
+@pytest.mark.slow_cases(3)
+@pytest.mark.parametrize(
+    "in_hook", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["step", "hook"]
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_plan_has_the_plain_bits(write: Write, in_hook: bool) -> None:
     def make() -> Writes:
@@ -96,6 +99,7 @@ def test_a_plan_has_the_plain_bits(write: Write, in_hook: bool) -> None:
     assert_same_bits((planned.outputs, planned.weights), (plain.outputs, plain.weights))
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -133,6 +137,7 @@ class Expects(pl.Callback):
         self.num_compared += 1
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("write", WRITES)
 def test_rules_keep_what_a_step_writes(write: Write) -> None:
     expects = Expects()

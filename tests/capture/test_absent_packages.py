@@ -67,6 +67,7 @@ def _not_asked_yet() -> None:
     vars(imports._XLA_AVAILABLE).pop("available", None)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_that_count_classes(name: str) -> None:
@@ -79,6 +80,7 @@ def test_metrics_that_count_classes(name: str) -> None:
     assert steps is not None and steps.steps["forward"].graphs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_under_rules(name: str) -> None:

@@ -73,6 +73,7 @@ EXACT: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EXACT)
 def test_writes_through_data(kind: type[nn.Module], name: str) -> None:

@@ -55,6 +55,7 @@ def test_a_copy_is_compiled(executed: list[str]) -> None:
     assert "No graph breaks" in compiled.explain()
 
 
+@pytest.mark.slow
 def test_in_any_order_with_other_transforms(executed: list[str]) -> None:
     net, x = Net(), torch.randn(5, 6) * 30
     for module in (
@@ -127,6 +128,7 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 MODES = [("default", False, False), ("reduce-overhead", True, False), ("max-autotune", True, True)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("mode", "has_cuda_graphs", "is_tuned"), MODES)
 def test_a_mode_reaches_inductor(
     mode: Any, has_cuda_graphs: bool, is_tuned: bool, torch_kernels: None

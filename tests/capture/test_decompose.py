@@ -24,7 +24,7 @@ from lightning_unitscale.capture.decompose import (
 )
 from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import Names, tensor_name
-from tests.helpers import assert_same_bits, captured, run
+from tests.helpers import assert_same_bits, captured, run, sampled
 
 
 def _expanded(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -98,7 +98,7 @@ _MHA = [
 ]
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("need_weights", sampled([False, True], 2))
 @pytest.mark.parametrize("options", _MHA, ids=lambda one: "+".join(one) or "plain")
 def test_multi_head_attention(options: dict[str, Any], need_weights: bool) -> None:
     module = nn.MultiheadAttention(8, 2, **options)
@@ -120,7 +120,7 @@ def test_multi_head_attention(options: dict[str, Any], need_weights: bool) -> No
     assert _num_matmuls(graph_module) == (0 if fused else 2)
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("need_weights", sampled([True, False], 2))
 @pytest.mark.parametrize("mask", [None, "bool", "float", "per_head", "causal"])
 def test_multi_head_self_attention_with_masks(mask: str | None, need_weights: bool) -> None:
     module = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
@@ -162,7 +162,7 @@ _MASKS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("mask", _MASKS)
-@pytest.mark.parametrize("scale", [None, 0.37, -0.5])
+@pytest.mark.parametrize("scale", sampled([0.37, None, -0.5], 3))
 def test_attention_with_a_mask_and_dropout(mask: str, scale: float | None) -> None:
     function = _attention(dropout_p=0.25, scale=scale)
     inputs = _tensor(2, 2, 5, 8), _tensor(2, 2, 4, 8), _tensor(2, 2, 4, 6), _MASKS[mask]()
@@ -175,13 +175,9 @@ _KINDS = list(
 )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "causal", "gqa"),
-    _KINDS,
-)
-def test_attention_of_other_types_causal_and_grouped(
-    dtype: torch.dtype, causal: bool, gqa: bool
-) -> None:
+@pytest.mark.parametrize("kind", sampled(_KINDS, 5))
+def test_attention_of_other_types_causal_and_grouped(kind: tuple[torch.dtype, bool, bool]) -> None:
+    dtype, causal, gqa = kind
     function = _attention(dropout_p=0.1, is_causal=causal, enable_gqa=gqa)
     heads = 2 if gqa else 4
     key, value = _tensor(2, heads, 5, 8, dtype=dtype), _tensor(2, heads, 5, 8, dtype=dtype)

@@ -161,6 +161,7 @@ def _matmuls(function: Callable[..., Any], *inputs: Any) -> list[Any]:
     return [one for one in map(matmul_of, graph.nodes) if one is not None]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", _FORMS)
 def test_every_form_is_found_with_its_operands(name: str) -> None:
     function, shapes, operands, addend = _FORMS[name]

@@ -272,6 +272,7 @@ class Alias(Base):
         return self(batch).mean() * len(self.same)
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "kind",
     [Length, Last, ByName, ByFunction, ByFunctionElsewhere, ByHelper, BySubmodule, InPlace, Alias],

@@ -95,6 +95,7 @@ class Multiplied(Network):
         return self.outer(x).sum()
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("regions", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("executor", ["eager", "aot_eager", "inductor"])
 def test_states_and_results_in_every_executor(

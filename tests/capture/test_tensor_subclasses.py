@@ -103,6 +103,7 @@ def seen(module: nn.Module, kind: type[Tensor]) -> Any:
     return [type(one) for one in values], [one.detach().as_subclass(Tensor) for one in values]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "make",
     [lambda _: with_a_weight_of(Tensor), lambda _: Writing(), with_a_weight_of],

@@ -40,6 +40,7 @@ def _both(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         return trained, module.eval()(x)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("transform", [simulate_fp8, fp8_linears])
 def test_evaluation_in_fp8_is_in_fp8(

@@ -40,6 +40,8 @@ THEMES = (
     zoo_writes,
 )
 CASES: list[Case] = [case for theme in THEMES for case in theme.CASES]
+# The first tier has every third case of each theme.
+QUICK = {case.name for theme in THEMES for case in theme.CASES[::3]}
 ALONE = ("lossless", "monitor")
 
 _LATER = (
@@ -58,14 +60,14 @@ INEXACT = {
 
 
 def _trainings() -> list[Any]:
-    """Every case with both callbacks together, and in the second tier with one of them, in turn."""
+    """Cases with both callbacks together, and in the second tier with one of them, in turn."""
     params = []
     for index, case in enumerate(CASES):
         for method in ("both", ALONE[index % len(ALONE)]):
             is_inexact = case.name in INEXACT and method != "monitor"
             mark = pytest.mark.xfail(reason=INEXACT.get(case.name, ""), strict=True)
             marks = [mark] if is_inexact else []
-            if method != "both":
+            if method != "both" or case.name not in QUICK:
                 marks.append(pytest.mark.slow)
             params.append(pytest.param(case, method, id=f"{case.name}-{method}", marks=marks))
     return params
@@ -76,7 +78,13 @@ def test_there_are_enough_cases() -> None:
     assert len(set(names)) == len(names) >= 220
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.slow])
+        for case in CASES
+    ],
+)
 def test_a_case_shows_something(case: Case) -> None:
     """A case is reproducible if it has the bits of another training, which other tests check."""
     expected = plain(case)

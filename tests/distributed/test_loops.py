@@ -40,6 +40,17 @@ _SAME = {
 }
 
 
+# The first tier has each loop, and each way to distribute a module.
+_QUICK = {
+    *("attach:ddp", "attach:fsdp", "attach:fsdp1", "attach:tensor", "fabric:ddp"),
+    *(*_WHOLE, "accelerate:ddp", "hugging_face:ddp"),
+}
+_KINDS = [
+    pytest.param(kind, marks=[] if kind in _QUICK else [pytest.mark.slow])
+    for kind in (*_WHOLE, *_OTHERS)
+]
+
+
 def _cases() -> list[tuple[str, str, str]]:
     whole = itertools.product(_WHOLE, ("plain", "both", "fp8"), zoo.ZOO)
     # Either callback by itself is tried on all modules in tests/loops/test_matrix.py.
@@ -147,7 +158,7 @@ def _tensors(values: Any) -> list[Any]:
     return list(values.values()) if isinstance(values, dict) else values
 
 
-@pytest.mark.parametrize("kind", (*_WHOLE, *_OTHERS))
+@pytest.mark.parametrize("kind", _KINDS)
 def test_all_matmuls_are_in_units(kind: str, results: Results) -> None:
     for found in results(f"{kind}:both:Blocks"):
         num_in_units, num_matmuls = found["matmuls"]
@@ -166,7 +177,7 @@ def test_all_matmuls_are_in_units(kind: str, results: Results) -> None:
         assert not any("FromTorch" in name for name in names)
 
 
-@pytest.mark.parametrize("kind", (*_WHOLE, *_OTHERS))
+@pytest.mark.parametrize("kind", _KINDS)
 def test_statistics_are_of_the_tensors_of_all_ranks(kind: str, results: Results) -> None:
     first, second = (found["rms"] for found in results(f"{kind}:both:Blocks"))
     for way in ("forward", "backward"):

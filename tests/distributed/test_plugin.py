@@ -12,6 +12,7 @@ from tests.distributed.plugin_run import STRATEGIES
 from tests.helpers import assert_same_bits
 
 
+@pytest.mark.slow_cases
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("spread", STRATEGIES)

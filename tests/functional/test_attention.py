@@ -23,7 +23,10 @@ def unit(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("mult", [0.25, 1.0, 4.0])
-@pytest.mark.parametrize(("num_keys", "width"), [(8, 64), (128, 16), (256, 128)])
+@pytest.mark.parametrize(
+    ("num_keys", "width"),
+    [(8, 64), (128, 16), pytest.param(256, 128, marks=pytest.mark.slow)],
+)
 def test_everything_is_at_unit_scale_without_a_constraint(
     is_causal: bool, mult: float, num_keys: int, width: int
 ) -> None:

@@ -43,6 +43,7 @@ def test_output_grows_with_the_spread_and_falls_with_the_number(std: float) -> N
     assert softmax_moments(65, std).output < softmax_moments(64, std).output
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(
     ("num_queries", "num_keys"), [(1, 1), (30, 30), (200, 200), (40, 10), (9, 40)]
 )

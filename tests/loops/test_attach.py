@@ -260,11 +260,14 @@ def _group() -> Iterator[None]:
     [
         lambda model: torch.compile(model, backend="aot_eager"),
         _in_place,
-        lambda model: torch.compile(_replica(model), backend="aot_eager"),
-        lambda model: _in_place(_replica(model)),
         lambda model: _replica(_in_place(model)),
+        pytest.param(
+            lambda model: torch.compile(_replica(model), backend="aot_eager"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda model: _in_place(_replica(model)), marks=pytest.mark.slow),
     ],
-    ids=["compiled", "in place", "replica compiled", "replica in place", "replica of it"],
+    ids=["compiled", "in place", "replica of it", "replica compiled", "replica in place"],
 )
 def test_a_compiled_module(compiled: Callable[[nn.Module], nn.Module]) -> None:
     results = []

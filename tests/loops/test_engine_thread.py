@@ -23,7 +23,8 @@ def train(loop: str, method: str, folder: Path) -> Outcome:
     return LOOPS[loop](zoo.new("Tied"), zoo.batches("Tied", 8), METHODS[method](), folder)
 
 
-@pytest.mark.parametrize("method", ["both", "fp8"])
+@pytest.mark.slow_cases(6)
+@pytest.mark.parametrize("method", ["both", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_same_bits(loop: str, method: str, tmp_path: Path) -> None:
     expected = train(loop, method, tmp_path / "here")

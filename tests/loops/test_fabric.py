@@ -50,6 +50,7 @@ def train(
     return [*seen, *one.state_dict().values(), *two.state_dict().values()]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("precision", "is_compiled"), [("32-true", False), ("32-true", True), ("bf16-mixed", False)]
 )

@@ -87,6 +87,7 @@ def test_attachments_that_end_in_any_order(order: tuple[int, ...]) -> None:
     assert_same_bits(*results)
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("how", ["both", "fp8", "monitor"])
 @pytest.mark.parametrize("where", ["call", "loss", "backward", "optimizer", "loop"])
 def test_an_error_within_an_attachment(how: str, where: str) -> None:
@@ -208,6 +209,7 @@ def test_fabric(order: tuple[int, int]) -> None:
         assert not [name for name in changed if "forward" in name or "hook" in name]
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("where", ["data", "step", "callback"])
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, torch.OutOfMemoryError])
 def test_hugging_face(where: str, error: type[BaseException], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,13 +43,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return of
 
 
-def _cases() -> Iterator[tuple[str, str, str]]:
+def _cases() -> Iterator[Any]:
     methods = [method for method in METHODS if method != "captured"]
     names = [name for name in zoo.ZOO if name != "Blocks"]
     for loop, method, name in itertools.product(LOOPS, methods, names):
+        # The first tier has each method and each module in every loop.
+        is_quick = name == "Tied" or method == "both"
         # The two Trainers are one code under two names.
         if loop != "pytorch_lightning" or name == "Tied":
-            yield loop, method, name
+            marks = [] if is_quick else [pytest.mark.slow]
+            yield pytest.param(loop, method, name, marks=marks)
 
 
 # A metric has other values at each step, of which Dynamo makes constants by rules.

@@ -79,6 +79,7 @@ def fit(
     return module.losses, module.state_dict(), own
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", KINDS)
 def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
     callbacks = KINDS[how]()
@@ -96,6 +97,7 @@ def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
         assert callbacks[0].coverage.num_matmuls == 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_by_rules_is_resumed(tmp_path: Path) -> None:
     losses, weights, _ = fit([UnitScaleCallback("u-mup")], tmp_path / "whole")

@@ -86,6 +86,7 @@ def per_sample(model: nn.Module) -> None:
 
 
 # Three are those of the linear layer.
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("kind", "num_matmuls"),
     [("a function", 3 + 2), ("a hook", 3 + 1), ("a loss", 3 + 3), ("per sample", 3 + 2)],

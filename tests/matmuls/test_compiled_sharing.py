@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,6 +75,7 @@ def rows() -> Any:
     return torch.utils.data.DataLoader(data, batch_size=4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("compiles", ["blocks", "module"])
 def test_blocks_that_share_a_graph_have_the_names_and_units_of_eager_mode(compiles: str) -> None:
     def trained(compiles: str, *callbacks: pl.Callback) -> Any:
@@ -108,11 +109,21 @@ def test_every_fit_of_a_sweep_has_units() -> None:
     assert frames == [frames[0]] * 3
 
 
+def _thread(function: Callable[..., Any], *args: Any) -> threading.Thread:
+    """Torch's settings are those of a thread: without this one it would compile C++."""
+
+    def run() -> None:
+        with torch._inductor.config.patch(fallback_by_default=True):
+            function(*args)
+
+    return threading.Thread(target=run)
+
+
 def test_what_a_thread_of_the_users_compiles_has_units() -> None:
     module = Module(compiles="module")
     attached = AttachedSession(module, ["training_step"])
     counter = attached.session.counter = CoverageCounter()
-    thread = threading.Thread(target=lambda: module.training_step(torch.randn(4, WIDTH)).backward())
+    thread = _thread(lambda: module.training_step(torch.randn(4, WIDTH)).backward())
     thread.start(), thread.join()
     assert counter.result().num_in_units == counter.result().num_matmuls == 18 - 1
     attached.detach()
@@ -143,7 +154,7 @@ def _stepped(modules: list[Module], order: str) -> list[AttachedSession]:
                 barrier.wait(60)
                 loss.backward()
 
-            threads = [threading.Thread(target=train, args=(step,)) for step in steps]
+            threads = [_thread(train, step) for step in steps]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -155,7 +166,8 @@ def _stepped(modules: list[Module], order: str) -> list[AttachedSession]:
     return attached
 
 
-@pytest.mark.parametrize("order", ["in turn", "nested", "threads"])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("order", ["threads", "nested", "in turn"])
 def test_two_modules_of_one_class_keep_to_their_own_sessions(order: str) -> None:
     def made(compiles: str) -> list[Module]:
         torch.manual_seed(0)

@@ -134,6 +134,7 @@ def test_errors_average_out() -> None:
         assert mean < 0.3 * once and mean < 0.3 * always, (index, once, always, mean)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_compiled_once(executor: Any, torch_kernels: None) -> None:
     module, x = _layers()

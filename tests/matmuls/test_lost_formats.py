@@ -73,9 +73,10 @@ def _is_rounded(module: Any, plain: nn.Module, x: Tensor) -> bool:
     return all(not torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_a_users_own_compilation_beyond_the_recompile_limit(
-    make: Callable[[nn.Module], nn.Module],
+    make: Callable[[nn.Module], nn.Module], torch_kernels: None
 ) -> None:
     """It runs uncompiled, whatever Dynamo has given up."""
     plain, module = Net(), torch.compile(make(Net()), dynamic=False)

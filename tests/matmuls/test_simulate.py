@@ -60,6 +60,7 @@ def _formats(make: Callable[[], nn.Module], *inputs: Any) -> tuple[Seen, Seen]:
     return seen[False], seen[True]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_matmul_reads_what_is_in_the_format(name: str) -> None:
     module, inputs = ZOO[name]()
@@ -131,6 +132,7 @@ def test_lossless_saves_what_the_format_would_lose() -> None:
     assert (scaled - true).norm() < 0.1 * true.norm()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_compiled(executor: str, rounding: str, torch_kernels: None) -> None:

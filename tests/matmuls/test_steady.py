@@ -179,6 +179,7 @@ FORWARD, BACKWARD = steady.steady_forward, steady.steady_backward
 PREPARE = steady.prepare_again
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("batch_sizes", [(8,), (3, 8, 5)], ids=str)
 @pytest.mark.parametrize(("make", "num_backward"), [(Square, 4), (Varied, 1)])
 def test_the_same_matmuls_in_the_same_units(

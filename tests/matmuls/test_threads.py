@@ -126,6 +126,7 @@ CALLBACKS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_models_in_two_threads_keep_to_themselves(kind: str, reentrant: bool | None) -> None:
@@ -251,6 +252,7 @@ def test_a_step_beside_a_compiler_has_its_units() -> None:
     assert_same_bits(beside[0][0], alone[0])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:The .* does not have many workers")
 @pytest.mark.parametrize("kind", ["min_cut", "u-mup"])
 def test_steps_that_two_threads_capture_at_once(kind: str) -> None:

@@ -131,6 +131,7 @@ class _Masked(nn.Module):
         return y.square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}], ids=["units", "simulated"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masked_gradients_of_a_convolution(mask: tuple[bool, ...], options: Any) -> None:
@@ -201,6 +202,7 @@ def _filled_with_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("name", _CONVOLUTIONS)
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}], ids=["units", "simulated"])
 def test_gradients_per_sample(name: str, options: Any) -> None:
@@ -271,6 +273,7 @@ class _Added(nn.Module):
         return self.b(y).square().mean() if y.dim() == 2 else y.square().mean()
 
 
+@pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("how", ["addmm", "addmm_", "baddbmm", "addbmm", "addmv", "out"])
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}], ids=["units", "simulated"])
 def test_addends_times_zero(how: str, options: Any) -> None:

@@ -143,6 +143,7 @@ class Writing(Regression):
 
 
 # BLAS adds up in another order where a result lies in memory in another way.
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "empty",
     [

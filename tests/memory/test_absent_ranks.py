@@ -60,6 +60,7 @@ def test_gathered_parameters_are_those_of_two_layers_at_most() -> None:
     assert profile.peak.by_kind["unsharded"] <= profile.unsharded_bytes
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_sharded_parameters() -> None:
     with fake_process_group(2):
         module = sharded("fsdp")

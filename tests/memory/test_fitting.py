@@ -114,6 +114,7 @@ def test_nothing_fits() -> None:
     assert not list(step.fits(1000, 8, 1))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_takes_what_fsdp_takes(ranks: int) -> None:
     step = _step()

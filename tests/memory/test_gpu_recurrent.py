@@ -29,6 +29,7 @@ def _recurrent_node(module: nn.Module, given: Tensor) -> tuple[int, int, int]:
     return beside, node.fwd_mem_out, node.param_grad_bytes
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("both", [False, True])

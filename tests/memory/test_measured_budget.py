@@ -105,6 +105,7 @@ def test_nothing_could_be_faster_alone() -> None:
                     assert measured.peak_bytes({**chosen, name: choice}) > limit
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_keeps_the_least() -> None:
     step, partitioner = _planned(1.0)
     saved = [report.saved_bytes for report in partitioner.reports]

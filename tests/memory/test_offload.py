@@ -195,6 +195,7 @@ def test_moves_are_the_best_of_all_sets_of_values(rate: float) -> None:
             assert found == 0, limit
 
 
+@pytest.mark.slow
 def test_a_larger_budget_never_costs_more_and_a_smaller_one_never_has_a_higher_peak(
     planner: Planner,
 ) -> None:
@@ -220,6 +221,7 @@ def test_what_is_cheaper_to_recompute_is_recomputed(planner: Planner) -> None:
     assert fast.moves and fast.seconds < plan.seconds
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.0, 0.3, 0.7])
 def test_bits_and_bytes_of_a_step(budget: float) -> None:
     torch.manual_seed(0)
@@ -293,6 +295,7 @@ def test_the_bytes_on_the_host_are_those_of_the_plan(host: _Host) -> None:
     assert host.live == 0
 
 
+@pytest.mark.slow
 def test_an_error_in_either_pass_leaves_nothing_behind(
     host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +384,7 @@ class _Odd(nn.Module):
         return self.out(h), h
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.0, 0.4])
 def test_bits_of_unusual_values(budget: float) -> None:
     torch.manual_seed(0)
@@ -395,6 +399,7 @@ def test_bits_of_unusual_values(budget: float) -> None:
     assert torch.equal(expected[1], found[1])
 
 
+@pytest.mark.slow
 def test_batches_of_changing_sizes_share_a_plan() -> None:
     torch.manual_seed(0)
     net = Net(1)

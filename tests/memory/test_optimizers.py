@@ -42,6 +42,7 @@ def _real_state(optimizer: torch.optim.Optimizer, module: nn.Module, given: Tens
     return storage_bytes(tree_leaves(list(optimizer.state.values())))
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_the_real_optimizers(name: str) -> None:
     module, given = _module(), torch.randn(5, 8)

@@ -58,6 +58,7 @@ def test_every_plan_computes_the_same_bits(name: str) -> None:
     assert index > 1
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"in place"}))
 def test_the_default_partition_computes_what_eager_does(name: str) -> None:
     make, inputs = PROGRAMS[name]

@@ -12,6 +12,7 @@ from tests.memory.networks import NETWORKS
 from tests.memory.oracles import measured_peak, measured_saved, storage_bytes, sum_of
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_peak_and_saved_bytes_are_those_of_a_real_step(name: str) -> None:
     module, given = NETWORKS[name]()

@@ -23,6 +23,7 @@ def _network(resize: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), resize, nn.Conv2d(8, 3, 3), nn.GELU())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("resize", RESIZED.values(), ids=RESIZED)
 def test_resized_images_have_the_bits_of_a_plain_step(resize: nn.Module) -> None:
     plain = _network(resize)
@@ -77,6 +78,7 @@ class Bilinear(nn.Module):
         return self.layer(first + self.pairs(x, x * x)).float().square().mean()
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize("kind", [Updates, Inverse, Bilinear])
 def test_a_backward_pass_outside_of_autocast(kind: type[nn.Module], is_autocast: bool) -> None:

@@ -125,6 +125,7 @@ def test_min_cut_runs_no_matmul_again(planner: Planner) -> None:
     assert plan.saved_bytes < planner.default.saved_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_wherever_it_is_made(planner: Planner) -> None:
     torch.manual_seed(0)
     other = _planner(Net(), (torch.randn(4, 64, 64),), {}, None, 0)
@@ -137,6 +138,7 @@ def test_a_budget_below_the_floor_names_it(planner: Planner) -> None:
         planner.plan(planner.floor.peak_bytes // 2)
 
 
+@pytest.mark.slow
 def test_a_function_is_planned_as_often_as_one_likes() -> None:
     """Dynamo gives up on code that it has captured eight times."""
     net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(64, 4)

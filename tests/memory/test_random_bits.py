@@ -108,7 +108,13 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("lstm", "gru", "evaluated") else [pytest.mark.slow])
+        for name in RECURRENT
+    ],
+)
 def test_recurrent_layers_drop_out_between_layers(name: str) -> None:
     torch.manual_seed(0)
     plain = RECURRENT[name]

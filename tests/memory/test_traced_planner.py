@@ -33,6 +33,7 @@ def _example(name: str) -> tuple[nn.Module, Tensor]:
     return Mean(net), x
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", ["mlp", "residual", "tied", "batch_norm"])
 def test_plans_are_those_of_the_captured_step(name: str) -> None:
     module, x = _example(name)
@@ -53,6 +54,7 @@ def test_the_default_plan_peaks_as_the_profile_does(name: str, device: str) -> N
     assert traced.floor.peak_bytes <= traced.default.peak_bytes
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["mlp", "multi_head", "batch_norm"])
 def test_a_batch_size_between_two_traced_ones(name: str) -> None:
     module, x = _example(name)

@@ -28,9 +28,10 @@ def test_a_copy_plans_for_itself() -> None:
     assert len(planned.remat_reports()) == 1
 
 
+@pytest.mark.slow
 def test_transforms_nest() -> None:
     torch.manual_seed(0)
-    net, x = Net(2), torch.randn(4, 64, 64)
+    net, x = Net(1), torch.randn(4, 64, 64)
     tracked = transforms.track_scales(transforms.remat(net, "min_cut"))
     plain = run(net.forward, list(net.parameters()), x)
     found = run(tracked, list(tracked.parameters()), x)
@@ -46,6 +47,7 @@ def test_an_impossible_budget_is_refused() -> None:
         transforms.remat(Net(1), "much")
 
 
+@pytest.mark.slow
 def test_another_batch_is_planned_as_a_step_of_its_own() -> None:
     planned = transforms.remat(Net(1), 1.0)
     for size in (8, 2):

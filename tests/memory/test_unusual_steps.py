@@ -97,6 +97,7 @@ def test_peak_of_steps_that_autograd_runs_in_another_way(network: type[nn.Module
     assert profile.peak_bytes == pytest.approx(measured_peak(module, given), rel=0.02)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("network", [_Cond, _Scan, _While])
 def test_control_flow_is_profiled_without_data(network: type[nn.Module]) -> None:
     module, given = network(), torch.randn(64, 32)

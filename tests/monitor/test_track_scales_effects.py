@@ -22,6 +22,7 @@ from tests.zoo import NETWORKS
 graph_break = torch._dynamo.graph_break
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_bits_stay_what_they_are(name: str) -> None:
     module, inputs = NETWORKS[name]()

@@ -196,6 +196,7 @@ def _loss(output: Any) -> Tensor:
     return output.square().mean()
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training(kind: str, wrap: str) -> None:

@@ -101,6 +101,7 @@ def test_weights_are_needed() -> None:
         assert not _is_close(means.mean(), module(batch()))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("loss", ["root", "dice", "contrastive", "pseudo labels"])
 def test_what_couples_the_samples_is_reported(loss: str) -> None:
     function, reason = COUPLED[loss]

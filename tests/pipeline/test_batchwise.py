@@ -84,6 +84,7 @@ def test_the_loss_and_the_gradients_of_the_batch(loss: str, count: int) -> None:
     assert_same_step(Losing(FOLLOW[loss]), batch(), count)
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("loss", COUPLED)
 def test_what_couples_the_samples_is_named(loss: str) -> None:
     function, reason = COUPLED[loss]

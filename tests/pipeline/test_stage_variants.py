@@ -67,6 +67,7 @@ def test_schedules_of_several_stages_take_no_bytes(schedule: str) -> None:
     check_schedule(0.5, find_schedule("1F1B"))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", ["min_cut", 0.8])
 def test_the_bits_of_the_stage(budget: Budget) -> None:
     """Several microbatches forward before the first one goes back, as in a pipeline."""
@@ -88,6 +89,7 @@ def test_the_bits_of_the_stage(budget: Budget) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_what_more_microbatches_take() -> None:
     """The same plan: each microbatch more is what it saves more."""
     peaks = [_planned(_stage(), "min_cut", count)[1] for count in (1, 2, 4)]
@@ -97,6 +99,7 @@ def test_what_more_microbatches_take() -> None:
     assert steps[0] >= 2 * 4 * ROWS * WIDTH
 
 
+@pytest.mark.slow
 def test_fewer_bytes_for_more_microbatches() -> None:
     """One limit is kept for one microbatch without running anything again, and not for four."""
     stage = _stage()

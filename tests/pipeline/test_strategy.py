@@ -226,6 +226,7 @@ class Order(pl.Callback):
         self.firsts.append(batch[0][0, 0].item())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_data_are_shuffled_if_the_loader_does(shuffle: bool, one_rank: dict[str, Any]) -> None:
     order = Order()
@@ -348,6 +349,7 @@ def test_what_cannot_be_pipelined_is_refused(
     assert "training_step" not in made.__dict__
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     ("module", "capture", "match"),
     [
@@ -392,6 +394,7 @@ class CountsAndUsesParts(Groups):
         return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
+@pytest.mark.slow
 def test_a_step_does_once_for_a_batch_what_it_does_beside_its_graph(
     one_rank: dict[str, Any],
 ) -> None:

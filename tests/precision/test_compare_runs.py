@@ -117,6 +117,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("simulate", [None, "fp8"])
 @pytest.mark.parametrize(("fault", "module", "tensor", "direction"), FAULTS)
 def test_a_fault_is_found_in_its_step_and_module(

@@ -96,18 +96,29 @@ def plans_of(module: nn.Module) -> dict[str, ParameterPlan]:
     return plan_parameters(structure_of(module, X), init_weights=True)
 
 
+@pytest.fixture(scope="module")
+def untouched() -> dict[str, ParameterPlan]:
+    """The plan of the step that averages nothing."""
+    return plans_of(Taught())
+
+
 def actions_of(module: nn.Module) -> dict[str, Action]:
     return {fqn: plan.action for fqn, plan in plans_of(module).items()}
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("update", AVERAGES.values(), ids=AVERAGES)
-def test_an_average_leaves_the_plan_as_it_is(update: Foreach) -> None:
-    plans = plans_of(Taught(update))
-    assert plans == plans_of(Taught())
+def test_an_average_leaves_the_plan_as_it_is(
+    update: Foreach, untouched: dict[str, ParameterPlan]
+) -> None:
+    structure = structure_of(Taught(update), X)
+    plans = plan_parameters(structure, init_weights=True)
+    assert plans == untouched
     assert plans["teacher.0.weight"].action == plans["student.0.weight"].action == "scaled"
-    assert not structure_of(Taught(update), X).plain_adds
+    assert not structure.plain_adds
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("update", OTHERS.values(), ids=OTHERS)
 def test_other_updates_leave_the_weights_alone(update: Foreach) -> None:
     actions = actions_of(Taught(update))
@@ -144,7 +155,8 @@ def test_a_multiple_that_leaves_the_step_is_no_average() -> None:
     assert actions_of(Returned())["teacher.0.weight"] == "left"
 
 
-@pytest.mark.parametrize("name", ["lerp_", "copy_", "out", "views", "foreach lerp"])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("name", ["foreach lerp", "lerp_", "copy_", "out", "views"])
 def test_the_model_is_the_one_that_is_averaged_between_steps(name: str) -> None:
     """The first average of two equal tensors is that tensor, so that both begin alike."""
     inside, between = unit_scale(Taught(AVERAGES[name])), unit_scale(Taught())

@@ -83,11 +83,9 @@ def test_what_a_step_writes_into_its_weights_is_undone(breaks: bool) -> None:
         assert_same_bits(param.detach(), before[fqn])
 
 
-def test_a_plan_is_the_same_every_time() -> None:
-    module, inputs = GPT(32, 1), (tokens(),)
-    first = plan(module, *inputs)
-    assert plan(module, *inputs) == first
-    assert plan(module, tokens(8, 2)).parameters == first.parameters
+def test_a_plan_is_the_same_for_any_batch() -> None:
+    module = GPT(32, 1)
+    assert plan(module, tokens()).parameters == plan(module, tokens(8, 2)).parameters
 
 
 def test_what_the_first_run_fills_in_is_waited_for() -> None:

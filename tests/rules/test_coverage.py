@@ -80,6 +80,7 @@ class Partly(nn.Module):
         return self.lstm(h)[0].square().mean()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:.*a recurrent kernel, whose matmuls are inside")
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_no_parameter_and_no_attention_is_missing(is_hidden: bool) -> None:

@@ -79,7 +79,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @CASES
-@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("fold", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_exported_program_is_the_module(make: Any, fold: bool) -> None:
     module, x = trained(make)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -146,6 +146,7 @@ def test_what_cannot_be_folded_is_reported_and_stays() -> None:
     assert number == len(folded.unfolded)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("where", ["before", "between"])
 def test_a_weight_with_two_readers_keeps_its_factors(where: str) -> None:
     class Twice(nn.Module):
@@ -190,6 +191,7 @@ def test_it_is_called_as_the_module_is() -> None:
     assert torch.equal(found["shape"][1], gate)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_lightning_module_after_a_fit(fold: bool) -> None:
     pl.seed_everything(2, verbose=False)
@@ -205,6 +207,7 @@ def test_a_lightning_module_after_a_fit(fold: bool) -> None:
     assert relative_error(program.module()(x), expected) < 1e-6
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_export_of_the_scaled_module_itself_names_deploy(strict: bool) -> None:
     x = torch.randn(2, 16)

@@ -151,18 +151,22 @@ LATE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def batches(count: int) -> list[Tensor]:
+def batches(count: int, length: int = 6) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(8, 6, W, generator=generator) for _ in range(count)]
+    return [torch.randn(8, length, W, generator=generator) for _ in range(count)]
 
 
-def planned(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+def planned(make: Callable[[], nn.Module], length: int = 6) -> tuple[nn.Module, nn.Module]:
     """A module and its scaled copy, called once."""
     torch.manual_seed(1)
     module = make()
     scaled = unit_scale(module)
-    scaled(batches(1)[0])
+    scaled(batches(1, length)[0])
     return module, scaled
+
+
+# Its graph grows with the length: the first state is zero, and later ones are not.
+STEPS = 3
 
 
 def missing(scaled: nn.Module) -> frozenset[str]:
@@ -179,10 +183,10 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", RECURRENT)
 def test_zero_states_cost_no_second_run(name: str) -> None:
-    module, scaled = planned(RECURRENT[name])
-    count = len(operands_of(module, batches(1)[0]))
+    module, scaled = planned(RECURRENT[name], STEPS)
+    count = len(operands_of(module, batches(1, STEPS)[0]))
     optimizer = torch.optim.SGD(scaled.parameters(), lr=1e-3)
-    for step, x in enumerate(batches(18)):
+    for step, x in enumerate(batches(10, STEPS)):
         found = operands_of(scaled, x)
         assert len(found) == count
         assert share_within(found.readings, 2) == 1.0
@@ -191,7 +195,7 @@ def test_zero_states_cost_no_second_run(name: str) -> None:
         optimizer.step()
     # There is nothing to take a unit from but of the first states.
     assert missing(scaled) == {"state.linear:input"}
-    assert differing_parameters(scaled, batches(1)[0]) == []
+    assert differing_parameters(scaled, batches(1, STEPS)[0]) == []
 
 
 @pytest.mark.slow
@@ -223,22 +227,24 @@ def test_first_values_give_units_and_first_gradients_are_at_rms_1(name: str) -> 
     assert differing_parameters(scaled, batches(1)[0]) == []
 
 
+@pytest.mark.slow
 def test_what_gets_a_unit_costs_no_second_run_for_what_stays_zero() -> None:
     def make() -> nn.Module:
         module = RECURRENT["gru"]()
         nn.init.zeros_(module.head.weight)
         return module
 
-    module, scaled = planned(make)
-    count = len(operands_of(module, batches(1)[0]))
+    module, scaled = planned(make, STEPS)
+    count = len(operands_of(module, batches(1, STEPS)[0]))
     optimizer = torch.optim.Adam(scaled.parameters(), lr=1e-2)
     at_first = missing(scaled)
-    for x in batches(6):
+    for x in batches(6, STEPS):
         assert len(operands_of(scaled, x)) == count
         optimizer.step()
     assert missing(scaled) == {"state.linear:input"} < at_first
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("name", LATE)
 def test_late_factors_are_those_of_every_accumulated_batch(name: str) -> None:
     _, scaled = planned(LATE[name])
@@ -317,6 +323,7 @@ def test_late_units_in_a_checkpoint() -> None:
     assert not missing(scaled)
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "wrap", [simulate_fp8, track_scales, copy.deepcopy], ids=["fp8", "tracked", "copied"]
 )

@@ -38,6 +38,7 @@ def _moment(function: Between) -> float:
     return float(function(samples).double().square().mean().sqrt())
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("on_unknown", ["calibrate", "keep"])
 @pytest.mark.parametrize(
     "function",

@@ -78,6 +78,7 @@ FORMS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_one_residual_add(form: str) -> None:
     (residual,) = find(FORMS[form])
@@ -160,6 +161,7 @@ NONE: dict[str, Callable[[Parts, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", NONE)
 def test_what_is_no_residual_add(name: str) -> None:
     assert find(NONE[name]) == []
@@ -198,6 +200,7 @@ def _summed(m: Parts, h: Tensor) -> Tensor:
     return sum([h, *(part(norm(h)) for part in m[1:5])])  # type: ignore[return-value]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("blocks", [_summed, _blocks, _post_norm_blocks, _parallel, _broken])
 def test_a_stream_of_four_branches(blocks: Callable[..., Tensor]) -> None:
     found = find(blocks)

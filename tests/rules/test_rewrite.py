@@ -129,6 +129,7 @@ def _model(form: Form) -> nn.Module:
     return Of(form, nn.Linear(W, W), nn.Linear(W, W))
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", GROUPS)
 def test_all_call_forms_are_one_function(name: str) -> None:
     results = []
@@ -198,6 +199,7 @@ def _layer_norm(x: Tensor) -> Tensor:
     return (x - mean) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize(
     "island",
     [

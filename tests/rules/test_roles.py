@@ -67,6 +67,7 @@ def test_a_tied_readout_is_rescaled_once_and_reported() -> None:
     assert not plans["positions.weight"].info.is_tied
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "logits",
     [
@@ -241,6 +242,7 @@ USES: dict[str, tuple[Callable[[], nn.Module], Role, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", USES)
 def test_uses(name: str) -> None:
     make, role, action = USES[name]

@@ -56,6 +56,7 @@ def test_operands_and_gradients_are_near_one(name: str) -> None:
     assert sum(near) >= 0.9 * len(near) > 0
 
 
+@pytest.mark.slow
 def test_depth_does_not_matter() -> None:
     torch.manual_seed(1)
     scaled = unit_scale(GPT(32, 8))
@@ -69,6 +70,7 @@ def test_depth_does_not_matter() -> None:
     assert depths == {16}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
 def test_the_authors_own_initialization_does_not_matter(size: float) -> None:
     torch.manual_seed(1)

@@ -15,7 +15,7 @@ from lightning_unitscale.capture import executors
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.rules.transform import unit_scale
 from lightning_unitscale.transforms import compile, lossless_unit_scale, simulate_fp8, track_scales
-from tests.helpers import assert_same_bits, run
+from tests.helpers import assert_same_bits, run, sampled
 from tests.rules.models import GPT, MODELS, Block, Of, labels, tokens
 from tests.rules.oracle import (
     decided,
@@ -139,7 +139,7 @@ TRAPS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", sampled(TRAPS, 2))
 def test_traps(name: str) -> None:
     module, inputs = TRAPS[name]()
     scaled = unit_scale(module)
@@ -215,6 +215,7 @@ COMPOSITIONS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_it_nests_with_whatever_leaves_the_function_alone(
     name: str, planned: Any, monkeypatch: pytest.MonkeyPatch
