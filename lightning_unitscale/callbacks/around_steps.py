@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_unitscale.callbacks.packages import PACKAGES, is_overridden
+from lightning_unitscale.callbacks.packages import PACKAGES, is_overridden, trainer_packages
 from lightning_unitscale.capture.fallback import RECORDED
+from lightning_unitscale.capture.held_inputs import KeepingHeld
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.side_effects import find_recorded_pass, functions_of, names_in
 from lightning_unitscale.patching import Replacement, shadowed
@@ -55,13 +57,20 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
             return
 
 
-def falling_back_in_backward(
-    steps: ModuleSteps, module: pl.LightningModule
-) -> AbstractContextManager[None]:
-    """Let the first backward pass fail within this context. The step then runs as it is."""
-    step, run = steps.steps.get(_STEP), module.backward
+@contextmanager
+def around_backward_passes(steps: ModuleSteps, module: pl.LightningModule) -> Iterator[None]:
+    """Keep what backward passes need of tensors, and let the first one fail, in this context."""
+    step, run, between = steps.steps.get(_STEP), module.backward, ExitStack()
+
+    def keep_until_backward() -> None:
+        # Hooks between a step and its backward pass may write into what is computed again.
+        if torch.is_grad_enabled() and module.automatic_optimization:
+            between.close()  # the last step may have had no backward pass
+            between.enter_context(KeepingHeld())
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+        between.close()
+
         def backpropagate(loss: Any) -> None:
             run(loss, *args, **kwargs)
 
@@ -72,7 +81,23 @@ def falling_back_in_backward(
         step.fallback.through_backward(backpropagate, loss)
         module._current_fx_name = hook  # an attribute, so it is restored with the others
 
-    return shadowed(module, backward=Replacement(run, backward))
+    with between, shadowed(module, backward=Replacement(run, backward)):
+        if step is not None:
+            step.after_call = keep_until_backward
+        yield
+
+
+@contextmanager
+def untraced_trainers() -> Iterator[None]:
+    """Run Trainers within captured steps as they are, in this context."""
+    # Dynamo would trace a whole training, its optimizer included.
+    names = ("__init__", "fit", "validate", "test", "predict")
+    with ExitStack() as stack:
+        for package in trainer_packages():
+            kind = package.Trainer
+            methods = {name: torch.compiler.disable(getattr(kind, name)) for name in names}
+            stack.enter_context(shadowed(kind, **methods))
+        yield
 
 
 @functools.cache

@@ -106,6 +106,8 @@ class CapturedStep(StepState):
         # Called with the step and the arguments of a call, or with those of a rehearsal.
         self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
+        # Called after each call, and so before its backward pass.
+        self.after_call: Callable[[], None] | None = None
         self.progress = messages.CaptureProgress(self.title, lambda line: owner.say(line))
         self.fallback = Fallback(self, self.progress.capturing)
         self.second_capture = SecondCapture(owner)
@@ -143,6 +145,8 @@ class CapturedStep(StepState):
             graph_pass.after_step(self.owner.module, result)
         self.postponed.replay()
         self.second_capture.look(self.graph_breaks, partial(self._trace_anew, args, kwargs))
+        if self.after_call is not None:
+            self.after_call()
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from lightning_unitscale.capture.aot_backend import (
 from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.capture.dynamo_capture import GraphInput
 from lightning_unitscale.capture.graph_nodes import line_of, op_name, requires_grad
+from lightning_unitscale.capture.held_inputs import holding_inputs
 from lightning_unitscale.capture.patches import drop_inference_mode
 from lightning_unitscale.scales.statistics import join_rows
 
@@ -70,7 +71,7 @@ def execute_with(
     backward_autocast = "same_as_forward" if backward_is_autocast else "off"
     backward = functorch_config.patch(backward_pass_autocast=backward_autocast)
     if executor == "aot_eager":
-        partition_fn = partition_fn or min_cut_rematerialization_partition
+        partition_fn = holding_inputs(partition_fn or min_cut_rematerialization_partition)
         # Boxed inputs let each saved tensor be freed after its last reader.
         options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:

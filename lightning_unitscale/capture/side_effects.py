@@ -345,6 +345,16 @@ def root_of(value: Any) -> str:
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
 
 
+def find_node_hook(module: nn.Module, method: Callable[..., Any]) -> str | None:
+    """Find code that a method reaches and that hooks a node of autograd, and return its place."""
+    for function in reachable(module, method):
+        for code in codes_of(function.__code__):
+            names = set(code.co_names)
+            if "register_prehook" in names or {"grad_fn", "register_hook"} <= names:
+                return f"{code.co_filename}:{code.co_firstlineno}"
+    return None
+
+
 def find_recorded_pass(module: nn.Module, method: Callable[..., Any]) -> str | None:
     """Find ``create_graph`` in the user's code that a method reaches, and return its place."""
     for function in reachable(module, method):
