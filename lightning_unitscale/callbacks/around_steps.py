@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.packages import PACKAGES, is_overridden, trainer_packages
 from lightning_unitscale.capture.fallback import RECORDED
-from lightning_unitscale.capture.held_inputs import KeepingHeld
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.side_effects import find_recorded_pass, functions_of, names_in
 from lightning_unitscale.patching import Replacement, shadowed
@@ -62,12 +61,6 @@ def around_backward_passes(steps: ModuleSteps, module: pl.LightningModule) -> It
     """Keep what backward passes need of tensors, and let the first one fail, in this context."""
     step, run, between = steps.steps.get(_STEP), module.backward, ExitStack()
 
-    def keep_until_backward() -> None:
-        # Hooks between a step and its backward pass may write into what is computed again.
-        if torch.is_grad_enabled() and module.automatic_optimization:
-            between.close()  # the last step may have had no backward pass
-            between.enter_context(KeepingHeld())
-
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
         between.close()
 
@@ -82,8 +75,8 @@ def around_backward_passes(steps: ModuleSteps, module: pl.LightningModule) -> It
         module._current_fx_name = hook  # an attribute, so it is restored with the others
 
     with between, shadowed(module, backward=Replacement(run, backward)):
-        if step is not None:
-            step.after_call = keep_until_backward
+        if step is not None and module.automatic_optimization:
+            step.until_backward = between
         yield
 
 

@@ -55,6 +55,11 @@ class Held:
 _LIVE: weakref.WeakSet[Held] = weakref.WeakSet()
 
 
+def holds_inputs() -> bool:
+    """Check whether any backward pass is still to come that needs the numbers of an input."""
+    return bool(_LIVE)
+
+
 def hold(source: Tensor) -> Tensor:
     """Return an alias of an input, which keeps the input's memory and may get its own."""
     # Unlike ``detach()``, it shares no version counter: the source may be written.
