@@ -159,7 +159,10 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
                 and user.args[0] is given
                 and str(user.target).endswith("_")
             )
-            node.target = functools.partial(_checkpoint, forward=forward, written=written)
+            stops_early = not any(map(_enters_context, body.graph.nodes))
+            node.target = functools.partial(
+                _checkpoint, forward=forward, written=written, stops_early=stops_early
+            )
             node.target.__name__ = "checkpoint"
 
 
@@ -168,6 +171,7 @@ def _checkpoint(
     *args: Any,
     forward: Callable[..., Any],
     written: frozenset[int],
+    stops_early: bool,
     **kwargs: Any,
 ) -> Any:
     kwargs.pop("use_reentrant", None)
@@ -178,7 +182,14 @@ def _checkpoint(
         return forward(*(args[i] if i in written else next(left) for i in range(len(args))))
 
     others = [value for index, value in enumerate(args) if index not in written]
-    return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(stops_early):
+        return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)
+
+
+def _enters_context(node: fx.Node) -> bool:
+    """Check whether a node of a captured graph enters a context, such as autocast."""
+    # A later node leaves it. A recomputation that stops early would stay within it.
+    return node.op == "call_function" and node.meta.get("example_value") is None
 
 
 class CheckpointNotKept(Exception):
