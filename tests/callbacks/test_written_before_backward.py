@@ -26,7 +26,7 @@ class Written(pl.LightningModule):
         self.first, self.second = nn.Linear(6, 32), nn.Linear(32, 6)
         self.conv = nn.Conv1d(1, 1, 3, padding=1)
         self.scale = nn.Parameter(torch.ones(6))
-        self.teacher = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.teacher = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 6))
         self.teacher.requires_grad_(False)
         self.write = write
 
@@ -60,8 +60,8 @@ def data_is_written(module: Written) -> None:
 
 
 def weights_are_swapped(module: Written) -> None:
-    first, second = module.first, module.second
-    first.weight.data, second.weight.data = second.weight.data.T, first.weight.data.T
+    first, other = module.first.weight, module.teacher[0].weight
+    first.data, other.data = other.data, first.data
 
 
 @torch.no_grad()
