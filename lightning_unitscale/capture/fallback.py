@@ -258,7 +258,6 @@ class Trial:
         # The loss and the arguments, after the run.
         self.call: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
         self.undoers: list[Callable[[], object]] = []
-        self._parameters: list[Tensor] = []
         self._before: list[Any] = []
 
     def begin(self) -> None:
@@ -266,16 +265,15 @@ class Trial:
         # Items taken from an iterator cannot be put back, nor FSDP's state of its gathering.
         # Made lazily: most calls never begin, and this reads all parameters.
         if not self.undoers and not self._takes and not is_sharded(self._module):
-            # The step may remove some, which is undone with the other attributes.
-            self._parameters = list(self._module.parameters())
-            self._before = list(map(_state_of, self._parameters))
+            self._before = [_state_of(param) for param in self._module.parameters()]
             self.undoers = list(undoers(self._module, self._keep))
 
     def undo(self) -> bool:
         """Undo the call, and return whether that was possible."""
         if not self.undoers:
             return False  # parameters may not be read, since FSDP has freed them
-        if not all(map(_is_same, map(_state_of, self._parameters), self._before)):
+        after = list(map(_state_of, self._module.parameters()))
+        if len(after) != len(self._before) or not all(map(_is_same, after, self._before)):
             return False
         for undo in reversed(self.undoers):
             undo()

@@ -91,23 +91,3 @@ def test_an_error_of_the_user_comes_once_and_at_its_time(kind: type[FailsOnce]) 
             run(make, callbacks)
         found.append((repr(caught.value), made[0].calls.number, made[0].global_step))
     assert found[1] == found[0]
-
-
-class ReplacesWeight(Regression):
-    """Dynamo does not put the parameter back that the step puts back."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        weight = self.second.weight
-        del self.second.weight
-        self.second.weight = weight * 2
-        try:
-            return self.loss(batch)
-        finally:
-            del self.second.weight
-            self.second.weight = weight
-
-
-def test_a_parameter_that_a_failing_capture_removes_is_put_back() -> None:
-    with pytest.warns(UserWarning, match="captured, it fails"):
-        planned = run(ReplacesWeight, [RematCallback("min_cut")])
-    assert_same_bits(planned.compared(), run(ReplacesWeight).compared())

@@ -265,6 +265,8 @@ class LooksUp(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise  # copies ask for these
             return super().__getattr__("layers")[name]  # a KeyError
 
     def forward(self, x: Tensor) -> Tensor:
