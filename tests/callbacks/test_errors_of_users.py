@@ -91,3 +91,20 @@ def test_an_error_of_the_user_comes_once_and_at_its_time(kind: type[FailsOnce]) 
             run(make, callbacks)
         found.append((repr(caught.value), made[0].calls.number, made[0].global_step))
     assert found[1] == found[0]
+
+
+class LooksUp(Regression):
+    """Its own lookup raises another error than ``AttributeError``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("_orig_mod", "_compiler_ctx"):
+                raise KeyError(name) from None
+            raise
+
+
+def test_a_lookup_that_raises_key_errors() -> None:
+    ours = run(LooksUp, [UnitScaleCallback()], max_steps=1)
+    assert_same_bits(ours.weights, run(LooksUp, max_steps=1).weights)

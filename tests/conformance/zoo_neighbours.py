@@ -252,25 +252,3 @@ class CountsCalls(nn.Module):
 
 
 zoo.add("a_layer_that_fails_and_goes_on", CountsCalls)
-
-
-class LooksUp(nn.Module):
-    """Its attributes are the keys of a dictionary, which says so of those that it has not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({"first": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__"):
-                raise  # copies ask for these
-            return super().__getattr__("layers")[name]  # a KeyError
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
-
-
-zoo.add("attributes_that_raise_key_errors", LooksUp)
