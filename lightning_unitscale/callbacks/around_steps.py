@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_unitscale.callbacks.packages import PACKAGES, is_overridden
+from lightning_unitscale.callbacks.packages import PACKAGES, is_overridden, trainer_packages
 from lightning_unitscale.capture.fallback import RECORDED
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.side_effects import find_recorded_pass, functions_of, names_in
@@ -55,13 +56,14 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
             return
 
 
-def falling_back_in_backward(
-    steps: ModuleSteps, module: pl.LightningModule
-) -> AbstractContextManager[None]:
-    """Let the first backward pass fail within this context. The step then runs as it is."""
-    step, run = steps.steps.get(_STEP), module.backward
+@contextmanager
+def around_backward_passes(steps: ModuleSteps, module: pl.LightningModule) -> Iterator[None]:
+    """Keep what backward passes need of tensors, and let the first one fail, in this context."""
+    step, run, between = steps.steps.get(_STEP), module.backward, ExitStack()
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+        between.close()
+
         def backpropagate(loss: Any) -> None:
             run(loss, *args, **kwargs)
 
@@ -72,7 +74,23 @@ def falling_back_in_backward(
         step.fallback.through_backward(backpropagate, loss)
         module._current_fx_name = hook  # an attribute is restored with the others
 
-    return shadowed(module, backward=Replacement(run, backward))
+    with between, shadowed(module, backward=Replacement(run, backward)):
+        if step is not None and module.automatic_optimization:
+            step.until_backward = between
+        yield
+
+
+@contextmanager
+def untraced_trainers() -> Iterator[None]:
+    """Run Trainers within captured steps as they are, in this context."""
+    # Dynamo would trace a whole training, its optimizer included.
+    names = ("__init__", "fit", "validate", "test", "predict")
+    with ExitStack() as stack:
+        for package in trainer_packages():
+            kind = package.Trainer
+            methods = {name: torch.compiler.disable(getattr(kind, name)) for name in names}
+            stack.enter_context(shadowed(kind, **methods))
+        yield
 
 
 @functools.cache

@@ -17,9 +17,10 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import is_same
 from lightning_unitscale.callbacks.around_steps import (
-    falling_back_in_backward,
+    around_backward_passes,
     keep_plain_where_recorded,
     untraced_calls,
+    untraced_trainers,
 )
 from lightning_unitscale.callbacks.distributed import pipeline_of
 from lightning_unitscale.callbacks.options import mode_of
@@ -99,7 +100,8 @@ def attach_steps(
         steps.say = rank_zero_info
         steps.stays_plain = _why_plain(module)
         steps.attach(name)
-        steps.keep(falling_back_in_backward(steps, module))
+        steps.keep(around_backward_passes(steps, module))
+        steps.keep(untraced_trainers())
     steps.attach(name)
     return steps
 

@@ -73,6 +73,14 @@ def is_random(node: fx.Node) -> bool:
     return _effects(node).is_random
 
 
+def is_view(node: fx.Node) -> bool:
+    """Check whether a node returns a view of an argument."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(value.alias_info is not None for value in schema.returns)
+
+
 def same_tensor(node: fx.Node) -> fx.Node | None:
     """Return the argument that the operation returns as the same tensor, such as ``x.float()``.
 

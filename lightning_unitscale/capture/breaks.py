@@ -11,6 +11,7 @@ the exceptions, ``FailOnRecompileLimitHit``, which has another base, ``guard_fai
 from __future__ import annotations
 
 import contextlib
+import dis
 import linecache
 import logging
 import os
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ _INSTALLED_ANYWHERE = tuple(
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 # Code between a step and the code that it calls. Graphs have no file.
 _IN_BETWEEN = (f"{torch.__path__[0]}{os.sep}", _OWN_PACKAGE, "<")
+# Torch's code that traces or runs graphs, and its file that also calls uncaptured functions.
+_GRAPH_CODE = tuple(
+    f"{torch.__path__[0]}{os.sep}{name}{os.sep}" for name in ("_functorch", "_dynamo", "fx")
+)
+_ENTERS_CODE = "eval_frame.py"
+# Errors that no operator raises.
+_NOT_OF_TENSORS = (ArithmeticError, AssertionError, EOFError, KeyError, OSError)
 _TRAINERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning"))
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*)$", re.MULTILINE)
@@ -115,6 +123,33 @@ def reason_raised(error: BaseException) -> Reason:
     raised = traceback.extract_tb(error.__traceback__)
     lines = [line for line in raised if not _is_in_between(line.filename)]
     return Reason.of(str(error).strip() or type(error).__name__, lines)
+
+
+def is_users_own(error: BaseException) -> bool:
+    """Check whether uncaptured code of the user's raised an error, rather than torch."""
+    frames = [(frame.f_code, at) for frame, at in _raised_in(error)]
+    if not frames or any(_runs_or_traces_graphs(code.co_filename) for code, _ in frames):
+        return False
+    code, at = frames[-1]
+    if _is_in_between(code.co_filename):
+        return False
+    is_raise = dis.opname[code.co_code[at]] == "RAISE_VARARGS"
+    is_known = is_raise and not is_installed_file(code.co_filename)
+    return is_known or isinstance(error, _NOT_OF_TENSORS)
+
+
+def _raised_in(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames that an error has left, outermost first, and the instruction in each."""
+    step = error.__traceback__
+    while step is not None:
+        yield step.tb_frame, step.tb_lasti
+        step = step.tb_next
+
+
+def _runs_or_traces_graphs(file: str) -> bool:
+    if file.startswith("<eval_with_key>"):
+        return True
+    return file.startswith(_GRAPH_CODE) and not file.endswith(_ENTERS_CODE)
 
 
 def last_recapture(function: CodeType) -> str:

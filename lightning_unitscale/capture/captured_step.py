@@ -36,6 +36,7 @@ from lightning_unitscale.capture.compiled_graph import (
 from lightning_unitscale.capture.executors import Executor
 from lightning_unitscale.capture.fallback import Fallback, StaysPlain
 from lightning_unitscale.capture.graph_nodes import Names
+from lightning_unitscale.capture.held_inputs import KeepingHeld, holds_inputs
 from lightning_unitscale.capture.module_state import ModuleState, SecondCapture
 from lightning_unitscale.capture.patches import kept_whole, opened_layers
 from lightning_unitscale.capture.side_effects import UntracedCalls, plain_forward
@@ -106,6 +107,8 @@ class CapturedStep(StepState):
         # Called with the step and the arguments of a call or of a rehearsal.
         self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
+        # What lasts from each call to its backward pass, if a callback ends it there.
+        self.until_backward: contextlib.ExitStack | None = None
         self.progress = messages.CaptureProgress(self.title, lambda line: owner.say(line))
         self.fallback = Fallback(self, self.progress.capturing)
         self.second_capture = SecondCapture(owner)
@@ -127,6 +130,8 @@ class CapturedStep(StepState):
         if not self.owner.is_attached:
             # It is detached, but another wrapper still calls it.
             return self.__wrapped__(*args, **kwargs)
+        if self.until_backward is not None:
+            self.until_backward.close()  # the last call may have had no backward pass
         if is_exporting():
             return self._run_within("eager", args, kwargs)
         if self.before_call is not None:
@@ -143,6 +148,9 @@ class CapturedStep(StepState):
             graph_pass.after_step(self.owner.module, result)
         self.postponed.replay()
         self.second_capture.look(self.graph_breaks, partial(self._trace_anew, args, kwargs))
+        if self.until_backward is not None and torch.is_grad_enabled() and holds_inputs():
+            # Hooks before the backward pass may write into what is computed again.
+            self.until_backward.enter_context(KeepingHeld())
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:

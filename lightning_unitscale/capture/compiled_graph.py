@@ -30,7 +30,7 @@ from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.module_state import ModuleState, Recaptures
 from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase, StepGraph, run_passes
 from lightning_unitscale.capture.rollback import restorers_of
-from lightning_unitscale.capture.side_effects import Postponed
+from lightning_unitscale.capture.side_effects import Postponed, optimizes_itself
 from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.patching import nothing, shadowed
 
@@ -275,7 +275,7 @@ class CompiledGraph:
             owner.partition_fn,
             owner.compile_mode,
             # Steps under manual optimization call their backward passes themselves.
-            backward_is_autocast=not getattr(owner.module, "automatic_optimization", True),
+            backward_is_autocast=optimizes_itself(owner.module),
             rewriter=owner.rewriter,
         )
         return Variant(graph, run)

@@ -185,7 +185,7 @@ def is_compiled(module: nn.Module) -> bool:
     return (
         isinstance(module, torch._dynamo.OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
-        or getattr(module, "_compiler_ctx", None) is not None
+        or vars(module).get("_compiler_ctx") is not None
     )
 
 

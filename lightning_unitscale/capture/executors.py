@@ -28,6 +28,7 @@ from lightning_unitscale.capture.aot_backend import (
 from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.capture.dynamo_capture import GraphInput
 from lightning_unitscale.capture.graph_nodes import line_of, op_name, requires_grad
+from lightning_unitscale.capture.held_inputs import holding_inputs
 from lightning_unitscale.capture.patches import drop_inference_mode
 from lightning_unitscale.scales.statistics import join_rows
 
@@ -70,7 +71,7 @@ def execute_with(
     backward_autocast = "same_as_forward" if backward_is_autocast else "off"
     backward = functorch_config.patch(backward_pass_autocast=backward_autocast)
     if executor == "aot_eager":
-        partition_fn = partition_fn or min_cut_rematerialization_partition
+        partition_fn = holding_inputs(partition_fn or min_cut_rematerialization_partition)
         # Boxed inputs let each saved tensor be freed after its last reader.
         options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:
@@ -174,7 +175,10 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
                 and user.args[0] is given
                 and str(user.target).endswith("_")
             )
-            node.target = functools.partial(_checkpoint, forward=forward, written=written)
+            stops_early = not any(map(_enters_context, body.graph.nodes))
+            node.target = functools.partial(
+                _checkpoint, forward=forward, written=written, stops_early=stops_early
+            )
             node.target.__name__ = "checkpoint"
 
 
@@ -183,6 +187,7 @@ def _checkpoint(
     *args: Any,
     forward: Callable[..., Any],
     written: frozenset[int],
+    stops_early: bool,
     **kwargs: Any,
 ) -> Any:
     kwargs.pop("use_reentrant", None)
@@ -193,7 +198,14 @@ def _checkpoint(
         return forward(*(args[i] if i in written else next(left) for i in range(len(args))))
 
     others = [value for index, value in enumerate(args) if index not in written]
-    return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(stops_early):
+        return torch.utils.checkpoint.checkpoint(run, *others, use_reentrant=False, **kwargs)
+
+
+def _enters_context(node: fx.Node) -> bool:
+    """Check whether a node of a captured graph enters a context, such as autocast."""
+    # A later node leaves it. A recomputation that stops early would stay within it.
+    return node.op == "call_function" and node.meta.get("example_value") is None
 
 
 class CheckpointNotKept(Exception):

@@ -31,6 +31,7 @@ from lightning_unitscale.capture.absent_ranks import is_sharded, is_wrapper, wra
 from lightning_unitscale.capture.breaks import (
     calling_line,
     graph_breaks_since,
+    is_users_own,
     joined_reasons,
     num_graph_breaks,
     reason_raised,
@@ -40,7 +41,7 @@ from lightning_unitscale.capture.dynamo_capture import around_captures, original
 from lightning_unitscale.capture.executors import CheckpointNotKept, Executor
 from lightning_unitscale.capture.graph_nodes import returned_loss
 from lightning_unitscale.capture.rollback import undoers
-from lightning_unitscale.capture.side_effects import find_recorded_pass
+from lightning_unitscale.capture.side_effects import find_node_hook, find_recorded_pass
 from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain
 from lightning_unitscale.patching import nothing, shadowed
 
@@ -90,6 +91,7 @@ class Fallback:
             self.awaits_shapes = is_left
             if is_left:
                 return True
+        self._check_node_hooks()
         looks = self._is_possible and executor != "eager" and torch.is_grad_enabled()
         # ``next_id`` grows whenever a hook is registered on anything.
         if self.reason is None and looks and self._num_hooks != RemovableHandle.next_id:
@@ -162,6 +164,8 @@ class Fallback:
         """Undo a call that has failed, and return the exception to raise."""
         inner = original_error(error)
         is_ours = isinstance(inner, Refusal) or inner is self._step.error_of_pass
+        # A second run might not raise it again.
+        is_ours = is_ours or is_users_own(inner)
         # Without a plan there would be even less memory.
         if is_ours or isinstance(inner, torch.OutOfMemoryError) or not trial.undo():
             return error
@@ -218,6 +222,18 @@ class Fallback:
         """Raise an error if the step in place of the graphs would be another model."""
         if self._step.owner.changes_function and not self.awaits_rules:
             raise CaptureError.by_rules(self._step.title, reason, need, advice)
+
+    def _check_node_hooks(self) -> None:
+        """Do not capture a step that hooks nodes of autograd, since a graph has other nodes."""
+        if self.reason is not None or self._node_hook is None or not torch.is_grad_enabled():
+            return
+        reason = f"it registers a hook on a node of autograd's graph at {self._node_hook}"
+        self.refuse_under_rules(reason, "A captured graph has other nodes", "Hook a tensor instead")
+        self.stay_plain(f"{reason}, and a captured graph has other nodes")
+
+    @functools.cached_property
+    def _node_hook(self) -> str | None:
+        return find_node_hook(self._step.owner.module, self._step.__wrapped__)
 
     @functools.cached_property
     def _may_record(self) -> bool:

@@ -212,7 +212,7 @@ def only_appended_to(
     # Python modules. Installed packages do not use a user's lists, except those that define the
     # module's classes. If a step runs optimizers, the result is empty, since their hooks may read
     # anything.
-    if not names or not getattr(module, "automatic_optimization", True):
+    if not names or optimizes_itself(module):
         return set()
     mentions = {
         mention
@@ -222,6 +222,13 @@ def only_appended_to(
         for mention in _mentions(code)
     }
     return {name for name in names if (name, True) in mentions and (name, False) not in mentions}
+
+
+def optimizes_itself(module: nn.Module) -> bool:
+    """Check whether a LightningModule calls backward passes and optimizers in its own step."""
+    # Found on the class, since a user's ``__getattr__`` may raise any error.
+    is_lightning = hasattr(type(module), "automatic_optimization")
+    return is_lightning and not module.automatic_optimization
 
 
 def lists_of(module: nn.Module) -> Iterator[str]:
@@ -343,6 +350,16 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
 def root_of(value: Any) -> str:
     """Return the package that a class or a function was written in."""
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def find_node_hook(module: nn.Module, method: Callable[..., Any]) -> str | None:
+    """Find code that a method reaches and that hooks a node of autograd, and return its place."""
+    for function in reachable(module, method):
+        for code in codes_of(function.__code__):
+            names = set(code.co_names)
+            if "register_prehook" in names or {"grad_fn", "register_hook"} <= names:
+                return f"{code.co_filename}:{code.co_firstlineno}"
+    return None
 
 
 def find_recorded_pass(module: nn.Module, method: Callable[..., Any]) -> str | None:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_backend
+from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext, innermost_backend
 from torch._dynamo.source import GlobalStateSource
 from torch._functorch.aot_autograd import AOT_COUNTER
 from torch._guards import CompileContext, Guard, TracingContext
@@ -228,12 +228,12 @@ def compiled_parts(module: torch.nn.Module) -> list[Any]:
     """Return what the user compiled of a module: itself, its children and its own methods."""
     parts: list[Any] = []
     for child in module.modules():
-        if hasattr(child, "_orig_mod"):
+        if isinstance(child, OptimizedModule):
             parts.append(child)
         elif child._compiled_call_impl is not None:
             parts.append(child._compiled_call_impl)
     # The results of ``torch.compiler.disable`` look alike but have no configuration.
-    methods = vars(module).values()
+    methods = filter(inspect.isfunction, vars(module).values())
     return parts + [method for method in methods if hasattr(method, "get_compiler_config")]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_unitscale.capture.aliasing import is_view
 from lightning_unitscale.capture.copy_graphs import is_higher_order
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.costs import (
@@ -56,14 +57,6 @@ def is_mutable(node: fx.Node) -> bool:
     """Check whether a node writes to one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
-
-
-def is_view(node: fx.Node) -> bool:
-    """Check whether a node returns a view of an argument."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable:
-        return False
-    return any(value.alias_info is not None for value in schema.returns)
 
 
 def must_recompute(node: fx.Node) -> bool:

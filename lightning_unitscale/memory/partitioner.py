@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_unitscale.capture.aliasing import is_view
 from lightning_unitscale.capture.executors import execute_with
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
@@ -47,7 +48,6 @@ from lightning_unitscale.memory.joint_graph import (
     Symbolic,
     changing_sizes,
     is_random,
-    is_view,
     must_recompute,
 )
 from lightning_unitscale.memory.offload_graph import insert_moves

@@ -28,7 +28,13 @@ from lightning_unitscale.matmuls.calls import leave_graph
 from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.torch_internals import function_call, graph_task
-from lightning_unitscale.monitor.torch_state import OPERATORS, PLAIN_TYPES, unseen, version_of
+from lightning_unitscale.monitor.torch_state import (
+    OPERATORS,
+    PLAIN_TYPES,
+    is_batched,
+    unseen,
+    version_of,
+)
 
 
 @dataclass(eq=False)
@@ -167,9 +173,12 @@ class InputGradients:
 
         def see(gradients: Sequence[Tensor | None]) -> None:
             gradient = gradients[index]
-            if gradient is not None and torch.is_grad_enabled():
+            # Batched gradients of ``torch.autograd.grad`` have no statistics.
+            if gradient is None or is_batched(gradient):
+                return
+            if torch.is_grad_enabled():
                 path.lose()  # the gradient may be read, and lead here once more
-            elif gradient is not None:
+            else:
                 self.arrive(path.tensor, gradient)
 
         self._handles.append(node.register_prehook(see))

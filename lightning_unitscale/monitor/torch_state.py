@@ -39,7 +39,7 @@ from lightning_unitscale.matmuls.torch_internals import RunAgain, is_recording, 
 from lightning_unitscale.patching import shadowed
 
 plain_functions = torch._C.DisableTorchFunction
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 # An operator that is called by its own name: one of aten's, or of the user's.
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # Dynamo's wrapper of a compiled function calls it before and after, whatever happens in between.
@@ -75,7 +75,7 @@ def is_readable(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_meta
         and not is_transforming()
-        and not _is_batched(tensor)
+        and not is_batched(tensor)
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

@@ -15,6 +15,7 @@ from lightning_unitscale.arguments import check_instance, shown
 from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.name_patterns import NamePatterns
+from lightning_unitscale.capture.side_effects import optimizes_itself
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
 from lightning_unitscale.matmuls.matmul_formats import (
@@ -147,7 +148,7 @@ def refuse_steps(module: nn.Module) -> None:
             f"{what}: its step is captured, and a report needs each matmul as it runs. Expected "
             "method='lossless' without remat or compile. Report on the module itself."
         )
-    if not getattr(module, "automatic_optimization", True):
+    if optimizes_itself(module):
         raise ValueError(
             f"{what}: its step calls the optimizer, so it cannot run again. Expected automatic "
             "optimization. Pass a module that only computes the loss."

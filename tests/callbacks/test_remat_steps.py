@@ -1,6 +1,7 @@
 """Steps that AOTAutograd refuses, or gets wrong, as they are: planned, with the bits of plain."""
 
 import copy
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -220,3 +221,32 @@ def test_what_a_metric_counts() -> None:
         _fit(module, *callbacks)
         found.append([module.average.compute(), module.trainer.callback_metrics["average"]])
     assert_same_bits(found[1], found[0])
+
+
+class _Inner(_Step):
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class _Trains(_Step):
+    """It trains another module, as a hyperparameter search does."""
+
+    def training_step(self, batch, batch_idx):
+        inner = _Inner()
+        _fit(inner)
+        return (self(batch) - inner(batch).detach()).square().mean()
+
+
+def test_a_trainer_in_a_step_trains_as_in_the_plain_run() -> None:
+    plain = _Trains()
+    planned, callback = copy.deepcopy(plain), RematCallback("min_cut")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step is captured in parts
+        _fit(plain)
+        _fit(planned, callback)
+    assert_same_bits(dict(planned.state_dict()), dict(plain.state_dict()))
+    assert pl.Trainer.fit.__qualname__ == "Trainer.fit"
+    assert not hasattr(pl.Trainer.fit, "_torchdynamo_disable")

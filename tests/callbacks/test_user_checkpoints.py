@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
+from lightning_unitscale.transforms import unit_scale
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import run
 from tests.helpers import assert_same_bits
@@ -112,3 +113,28 @@ def test_a_plan_honours_it(kind: type[Checkpointed]) -> None:
 def test_rules_run_around_it(kind: type[Checkpointed]) -> None:
     found = run(kind, [UnitScaleCallback("u-mup")])
     assert all(weight.isfinite().all() for weight in found.weights.values())
+
+
+class Lowered(nn.Module):
+    """Contexts within a checkpoint, which a recomputation that stops early would not leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(self.first(x).relu()).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+def test_autocast_within_a_checkpoint_ends_with_the_backward_pass() -> None:
+    scaled = unit_scale(Lowered())
+    for _ in range(2):
+        scaled(torch.ones(4, 8)).sum().backward()
+        assert not torch.is_autocast_enabled("cpu")
+        # Nested contexts would keep the weights that were cast in the last step.
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()

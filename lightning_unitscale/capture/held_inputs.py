@@ -1,0 +1,260 @@
+"""Let a backward graph read inputs of its forward graph as an uncaptured backward pass does.
+
+A captured step saves a parameter for its backward pass. Code may then write into the parameter
+before the backward pass runs: an average of weights in ``on_before_zero_grad``, or
+``param.data = ...``. What an uncaptured step sees of that depends on what it saved:
+
+- a view, such as the transposed weight of a linear layer: the memory of the forward pass;
+- the parameter itself, such as a convolution's weight: the new memory;
+- a result computed from it: nothing of the write. A plan computes that result again.
+
+Here the backward graph gets the same. It reads views through a view that the forward graph saved,
+and computes results again from an alias that keeps its numbers: within :class:`KeepingHeld` they
+are copied before a write, and elsewhere such a write is an error.
+
+Private names used here were checked on torch 2.13 and 2.11: ``TorchDispatchMode``, ``_schema`` and
+``_version``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
+
+from lightning_unitscale.capture.aliasing import is_view
+
+aten = torch.ops.aten
+_ATTRIBUTE = "_lightning_unitscale_held"
+
+
+class Held:
+    """The numbers of an input that a backward pass computes with again."""
+
+    def __init__(self, source: Tensor, alias: Tensor) -> None:
+        self.source = source
+        self.version = _version_of(source)
+        self.alias = TensorWeakRef(alias)
+        self.is_copied = False
+
+    def keep(self, written: Tensor) -> None:
+        """Copy the numbers if a write is about to change them."""
+        alias = self.alias()
+        if alias is None or self.is_copied or not _share_memory(alias, written):
+            return
+        alias.data = alias.clone()
+        self.is_copied = True
+
+
+_LIVE: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+def holds_inputs() -> bool:
+    """Check whether any backward pass is still to come that needs the numbers of an input."""
+    return bool(_LIVE)
+
+
+def hold(source: Tensor) -> Tensor:
+    """Return an alias of an input, which keeps the input's memory and may get its own."""
+    # Unlike ``detach()``, it shares no version counter: the source may be written.
+    alias = source.data
+    held = Held(source, alias)
+    setattr(alias, _ATTRIBUTE, held)  # it lives as long as the alias is saved
+    _LIVE.add(held)
+    return alias
+
+
+def held(alias: Tensor) -> Tensor:
+    """Return the numbers of the forward pass, in the backward pass."""
+    found: Held | None = getattr(alias, _ATTRIBUTE, None)
+    if found is None or found.is_copied or _version_of(found.source) == found.version:
+        return alias
+    shape = "x".join(map(str, alias.shape)) or "without dimensions"
+    raise RuntimeError(
+        f"A {alias.dtype} tensor ({shape}) was written in place between the forward and the "
+        "backward pass of a captured step. The backward pass computes values again from the "
+        "numbers before the write. Write after the backward pass, or leave out the memory budget."
+    )
+
+
+class KeepingHeld(TorchDispatchMode):
+    """Mode that copies the numbers that backward passes need before they are written."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that the user compiled run compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in written_by(func, args, options):
+                keep_before_write(tensor)
+        return func(*args, **options)
+
+
+def keep_before_write(tensor: Tensor) -> None:
+    """Copy what backward passes need of a tensor that is about to be written."""
+    for one in list(_LIVE):
+        one.keep(tensor)
+
+
+def written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a call of an operator writes into, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else options.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    try:
+        return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without storage
+        return False
+
+
+def holding_inputs(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a partitioner whose backward graphs read inputs as an uncaptured pass does."""
+
+    def partition_and_hold(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        forward, backward = partition(joint, *args, **options)
+        hold_inputs(forward.graph, backward.graph, options["num_fwd_outputs"])
+        forward.recompile()
+        backward.recompile()
+        return forward, backward
+
+    return partition_and_hold
+
+
+def hold_inputs(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
+    """Save views and aliases of inputs instead of the inputs, in both graphs of a step."""
+    saved = {node.name for node in forward.output_node().args[0][num_outputs:] if node is not None}
+    given = {node.name: node for node in forward.find_nodes(op="placeholder")}
+    for node in backward.find_nodes(op="placeholder"):
+        source = given.get(node.name)
+        if source is not None and node.name in saved and _may_be_written(source):
+            _SavedInput(forward, backward, source, node, num_outputs).split()
+
+
+def _may_be_written(source: fx.Node) -> bool:
+    value = source.meta.get("val")
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    # What the graph itself writes is not computed again.
+    return is_dense and not any(
+        getattr(getattr(user.target, "_schema", None), "is_mutable", False) for user in source.users
+    )
+
+
+class _SavedInput:
+    """One input of a forward graph that its backward graph reads."""
+
+    def __init__(
+        self, forward: fx.Graph, backward: fx.Graph, source: fx.Node, given: fx.Node, count: int
+    ) -> None:
+        self.forward, self.backward, self.source, self.given = forward, backward, source, given
+        self.num_outputs = count
+        # The input, and its views that the forward pass makes.
+        self.views = [given]
+        for view in self.views:
+            self.views += [user for user in view.users if is_view(user) and not _is_backward(user)]
+
+    def split(self) -> None:
+        """Give each kind of reader what it reads in an uncaptured pass."""
+        again, viewed = [], []
+        for view in self.views:
+            for user in view.users:
+                if user in self.views or user.op == "output":
+                    continue
+                if not _is_backward(user):
+                    again.append((view, user))
+                elif view is not self.given:
+                    viewed.append((view, user))
+        if viewed:
+            self._read_through(self._saved(aten.alias.default, "viewed"), viewed)
+        if again:
+            root = self._saved(hold, "held")
+            with self.backward.inserting_before(self._first_operation()):
+                numbers = self.backward.call_function(held, (root,))
+            numbers.meta = dict(root.meta)
+            self._read_through(numbers, again)
+        for view in reversed(self.views[1:]):
+            if not view.users:
+                self.backward.erase_node(view)
+        if not self.given.users:
+            self._drop()
+
+    def _first_operation(self) -> fx.Node:
+        nodes = self.backward.nodes
+        return next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
+
+    def _saved(self, target: Any, name: str) -> fx.Node:
+        """Save what a function returns for the input, beside the input."""
+        with self.forward.inserting_after(self.forward.find_nodes(op="placeholder")[-1]):
+            new = self.forward.call_function(target, (self.source,), name=f"{self.source}_{name}")
+        new.meta = {key: value for key, value in self.source.meta.items() if key != "desc"}
+        with self.backward.inserting_after(self.given):
+            placeholder = self.backward.placeholder(new.name)
+        placeholder.meta = dict(self.given.meta)
+        outputs, descriptions = self._outputs()
+        place = self._place(outputs)
+        outputs.insert(place + 1, new)
+        if descriptions is not None:
+            descriptions.insert(place + 1, descriptions[place])
+        self._set_outputs(outputs, descriptions)
+        return placeholder
+
+    def _drop(self) -> None:
+        outputs, descriptions = self._outputs()
+        place = self._place(outputs)
+        del outputs[place]
+        if descriptions is not None:
+            del descriptions[place]
+        self._set_outputs(outputs, descriptions)
+        self.backward.erase_node(self.given)
+
+    def _place(self, outputs: list[Any]) -> int:
+        return outputs.index(self.source, self.num_outputs)
+
+    def _outputs(self) -> tuple[list[Any], list[Any] | None]:
+        output = self.forward.output_node()
+        descriptions = output.meta.get("desc")
+        return list(output.args[0]), None if descriptions is None else list(descriptions)
+
+    def _set_outputs(self, outputs: list[Any], descriptions: list[Any] | None) -> None:
+        output = self.forward.output_node()
+        output.args = (tuple(outputs),)
+        if descriptions is not None:
+            output.meta["desc"] = descriptions
+
+    def _read_through(self, root: fx.Node, reads: list[tuple[fx.Node, fx.Node]]) -> None:
+        """Let some nodes read views of ``root`` instead of the same views of the input."""
+        copies = {self.given: root}
+        for view in self.views[1:]:
+            if any(view is read or self._leads_to(view, read) for read, _ in reads):
+                with self.backward.inserting_after(view):
+                    copies[view] = self.backward.node_copy(view, lambda arg: copies.get(arg, arg))
+        for read, user in reads:
+            user.replace_input_with(read, copies[read])
+
+    def _leads_to(self, view: fx.Node, read: fx.Node) -> bool:
+        return any(
+            user is read or self._leads_to(user, read) for user in view.users if user in self.views
+        )
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
