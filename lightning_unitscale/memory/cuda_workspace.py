@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.memory import gpu_recurrent, gpu_reductions
-from lightning_unitscale.memory.cpu_workspace import by_operator, bytes_of, copies_of, copy_of
 from lightning_unitscale.memory.gpus import GPU
+from lightning_unitscale.memory.operator_bytes import by_operator, bytes_of, copies_of, copy_of
 
 Formula = Callable[[GPU, Sequence[Any], Any], int]
 """Formula for one call, from the GPU, its positional arguments and its result."""
