@@ -178,6 +178,21 @@ def _embedding_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
     return copies + indices_bytes + 4 * parts * int(grad.shape[-1])
 
 
+def _index_put(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count linear indices, positions and both sorted, and contiguous values, of a sum.
+
+    References:
+        torch, ``native/cuda/Indexing.cu``, ``index_put_with_sort_kernel``.
+    """
+    is_sum = len(args) > 3 and args[3]
+    indices = [index for index in args[1] if index is not None]
+    if not is_sum or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return 0
+    shape = torch.broadcast_shapes(*(tuple(map(int, index.shape)) for index in indices))
+    # Keys and values, sorted, and as many for cub's radix sort.
+    return 6 * 8 * prod(shape) + copy_of(args[2])
+
+
 def _plain(formula: Callable[[Sequence[Any], Any], int]) -> Formula:
     """Take a formula that does not depend on the GPU."""
     return lambda gpu, args, result: formula(args, result)
@@ -193,6 +208,9 @@ _FORMULAS: dict[Any, Formula] = by_operator(
         "_cudnn_rnn": _plain(gpu_recurrent.forward_workspace),
         "_cudnn_rnn_backward": _plain(gpu_recurrent.backward_workspace),
         "embedding_dense_backward": _embedding_backward,
+        **dict.fromkeys(
+            ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_"), _index_put
+        ),
         **dict.fromkeys(
             ("sum", "mean", "prod", "nansum", "amax", "amin", "logsumexp"),
             gpu_reductions.sum_workspace,
