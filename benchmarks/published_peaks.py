@@ -209,6 +209,7 @@ class _Nf4Linear(nn.Module):
         super().__init__()
         count, self.bias = linear.weight.numel(), linear.bias
         self.shape = linear.weight.shape
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         with torch.device("meta"):
             self.register_buffer("packed", torch.empty(count // 2, 1, dtype=torch.uint8))
             self.register_buffer("scales", torch.empty(count // 64))
