@@ -211,11 +211,11 @@ class _Nf4Linear(nn.Module):
         self.shape = linear.weight.shape
         self.in_features, self.out_features = linear.in_features, linear.out_features
         with torch.device("meta"):
-            self.register_buffer("packed", torch.empty(count // 2, 1, dtype=torch.uint8))
+            self.register_buffer("weight", torch.empty(count // 2, 1, dtype=torch.uint8))
             self.register_buffer("scales", torch.empty(count // 64))
 
     def forward(self, given: Tensor) -> Tensor:
-        result: Tensor = _Dequantized.apply(given, self.packed, self.scales, self.shape)
+        result: Tensor = _Dequantized.apply(given, self.weight, self.scales, self.shape)
         return result if self.bias is None else result + self.bias
 
 

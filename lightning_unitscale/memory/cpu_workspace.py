@@ -19,7 +19,13 @@ from lightning_unitscale.memory.cpu_convolution import (
     convolution_workspace,
     runs_in_onednn,
 )
-from lightning_unitscale.memory.operator_bytes import by_operator, bytes_of, copies_of, copy_of
+from lightning_unitscale.memory.operator_bytes import (
+    by_operator,
+    bytes_of,
+    copies_of,
+    copy_of,
+    reduced_loss,
+)
 
 _REDUCED_TILES_BYTES = 258 * 1024
 # Keys that the CPU's attention kernel takes at a time.
@@ -90,6 +96,7 @@ _CPU = by_operator(
         # The mask as numbers, then the gradient times it; and the scale twice.
         "native_dropout_backward": lambda _, result: bytes_of(result) + 8 + result.element_size(),
         "native_layer_norm": copies_of(0),
+        **dict.fromkeys(("mse_loss", "smooth_l1_loss"), reduced_loss),
         "native_layer_norm_backward": _layer_norm_backward,
         "_safe_softmax": _safe_softmax,
         **dict.fromkeys(("_softmax", "_log_softmax"), copies_of(0)),

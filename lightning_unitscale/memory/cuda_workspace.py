@@ -15,7 +15,13 @@ from torch import Tensor
 
 from lightning_unitscale.memory import gpu_recurrent, gpu_reductions
 from lightning_unitscale.memory.gpus import GPU
-from lightning_unitscale.memory.operator_bytes import by_operator, bytes_of, copies_of, copy_of
+from lightning_unitscale.memory.operator_bytes import (
+    by_operator,
+    bytes_of,
+    copies_of,
+    copy_of,
+    reduced_loss,
+)
 
 Formula = Callable[[GPU, Sequence[Any], Any], int]
 """Formula for one call, from the GPU, its positional arguments and its result."""
@@ -217,6 +223,7 @@ _FORMULAS: dict[Any, Formula] = by_operator(
         ),
         **dict.fromkeys(("linalg_vector_norm", "norm"), gpu_reductions.norm_workspace),
         **dict.fromkeys(("var", "var_mean", "std", "std_mean"), gpu_reductions.variance_workspace),
+        **dict.fromkeys(("mse_loss", "smooth_l1_loss"), _plain(reduced_loss)),
         # SoftMax.cu and layer_norm_kernel.cu read contiguous tensors.
         **dict.fromkeys(("_softmax", "_log_softmax", "native_layer_norm"), _plain(copies_of(0))),
         **dict.fromkeys(

@@ -39,6 +39,14 @@ def copies_of(*positions: int) -> Formula:
     return lambda args, _: sum(copy_of(args[position]) for position in positions)
 
 
+def reduced_loss(args: Sequence[Any], result: Tensor) -> int:
+    """Count the losses of all elements, of which a loss is the mean or the sum."""
+    if result.dim():
+        return 0
+    shape = torch.broadcast_shapes(*(tuple(map(int, each.shape)) for each in args[:2]))
+    return prod(shape) * result.element_size()
+
+
 def by_operator(formulas: Mapping[str, T]) -> dict[Any, T]:
     """Key formulas by ATen operator. No version of torch has them all."""
     return {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_unitscale.capture.fake_device import SimulatedDevice, run_operator
 from tests.memory.oracles import allocated_beside_results, predicted_workspace
 
 aten = torch.ops.aten
@@ -89,3 +90,21 @@ def test_16_bit_matmuls_take_tiles_only_where_onednn_runs_them(dtype: torch.dtyp
     result = aten.mm(*arguments)
     measured = allocated_beside_results(lambda: aten.mm(*arguments))
     assert (predicted_workspace(aten.mm.default, arguments, result) > 0) == (measured > 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss", "huber_loss"]
+)
+def test_losses_that_keep_the_storage_of_all_elements(name: str) -> None:
+    given, target = torch.rand(50, 20), torch.rand(50, 20)
+    operator = getattr(aten, name).default
+    result = operator(given, target)
+    with SimulatedDevice(torch.device("cpu")) as mode:
+        fakes = (mode.from_tensor(given), mode.from_tensor(target))
+        fake = run_operator(operator, fakes, {})
+        whole = run_operator(operator, (*fakes, 0), {})
+    assert fake.shape == () and whole.shape == given.shape
+    assert fake.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    if name in ("mse_loss", "smooth_l1_loss"):
+        measured = allocated_beside_results(lambda: operator(given, target))
+        assert predicted_workspace(operator, (given, target), result) == measured == 4000
