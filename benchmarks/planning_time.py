@@ -13,8 +13,8 @@ other programs on the machine count little.
 
 ``--llama`` profiles one sequence of 8,192 tokens in BF16 with AdamW for an H100, traces the joint
 graph on fake tensors without Dynamo, and plans it for the middle of the range. Its sizes are those
-of Llama 3.1 405B's ``config.json``. ``--residual`` plans residual MLP blocks for an H100, for 0.3 of
-the range, on its device alone and with copies to the host.
+of Llama 3.1 405B's ``config.json``. ``--residual`` plans residual MLP blocks for an H100 and 0.3 of
+the range, on the device alone and with copies to the host.
 """
 
 from __future__ import annotations
