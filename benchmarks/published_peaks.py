@@ -13,7 +13,8 @@ are on ``meta``. The packages that build them are installed for this script alon
 - litgpt: ``config_hub/finetune/README.md``, column "Peak memory": ``max_memory_allocated`` in
   10^9 bytes. BF16 parameters, AdamW, Alpaca2k (padded to the longest of a batch, at most 512
   tokens), A10G. The ranks of LoRA are those of the row's YAML file. litgpt 0.4.4 (July 2024) is as
-  old as the table.
+  old as the table. Its QLoRA has linear layers in NF4 and bitsandbytes' paged AdamW. Both are
+  simulated here, since bitsandbytes needs a GPU.
 - PEFT: ``method_comparison/MetaMathQA/results/*.json``, ``accelerator_memory_max``: the most bytes
   reserved after a step. Llama 3.2 3B in BF16, adapters in FP32, batch 4, AdamW, L40S, torch 2.13,
   transformers 5.13.1. The lengths of batches are not published. The row of LoRA with rank 32 gives
@@ -113,8 +114,6 @@ ROWS = (
     _litgpt("tiny-llama/full", "tiny-llama-1.1b", 14.10, 4),
     _litgpt("stablelm-3b/qlora", "stablelm-base-alpha-3b", 5.24, 1, **_R32, **_ATTENTION),
     _litgpt("falcon-7b/qlora", "falcon-7b", 9.44, 1, **_R32, **_ATTENTION),
-    _litgpt("llama-2-7b/qlora", "Llama-2-7b-hf", 13.68, 2, **_R32, **_ATTENTION),
-    _litgpt("mistral-7b/qlora", "Mistral-7B-v0.1", 14.29, 2, **_R32, **_ATTENTION),
     _litgpt("phi-3/full", "Phi-3-mini-4k-instruct", 17.01, 4, flag="8 bytes a parameter are 30.6"),
     _litgpt("gemma-2b/full", "Gemma-2b", 17.43, 1, flag=_SHARDED.format(4)),
     _litgpt("phi-2/full", "phi-2", 14.44, 4, flag=_SHARDED.format(2)),
