@@ -9,10 +9,12 @@ other programs on the machine count little.
     python benchmarks/planning_time.py                   # up to 84 blocks, 10,000 nodes
     python benchmarks/planning_time.py --depths 420      # 50,000 nodes: minutes, mostly extraction
     python benchmarks/planning_time.py --depths --llama 126  # Llama 3.1 405B on ``meta``
+    python benchmarks/planning_time.py --depths --residual 420  # with and without offload
 
-The last one profiles one sequence of 8,192 tokens in BF16 with AdamW for an H100, traces the joint
+``--llama`` profiles one sequence of 8,192 tokens in BF16 with AdamW for an H100, traces the joint
 graph on fake tensors without Dynamo, and plans it for the middle of the range. Its sizes are those
-of Llama 3.1 405B's ``config.json``.
+of Llama 3.1 405B's ``config.json``. ``--residual`` plans residual MLP blocks for an H100 and 0.3 of
+the range, on the device alone and with copies to the host.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from tabulate import tabulate
-from torch import fx
+from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import (
     default_partition,
@@ -43,6 +45,8 @@ from torch._functorch.partitioners import (
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from lightning_unitscale.memory.costs import default_cost_model
+from lightning_unitscale.memory.gpus import GPUS
+from lightning_unitscale.memory.host_link import described_link, gpu_cost_model
 from lightning_unitscale.memory.joint_graph import JointGraphReader
 from lightning_unitscale.memory.traced_planner import traced_problem
 from lightning_unitscale.profiler import profile_graph
@@ -157,6 +161,40 @@ def measure_llama(num_layers: int) -> dict[str, Any]:
     }
 
 
+class _Residual(nn.Module):
+    """Residual MLP blocks of width 1,024, and a loss."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(1024, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        result: torch.Tensor = self.head(x)
+        return result.square().mean()
+
+
+def measure_residual(depth: int) -> dict[str, Any]:
+    gpu = GPUS["h100"]
+    with torch.device("meta"):
+        model, x = _Residual(depth), torch.empty(16384, 1024)
+    problem, tracing = _timed(
+        lambda: traced_problem(model, x, device="cuda:h100", cost_model=gpu_cost_model(gpu))
+    )
+    row: dict[str, Any] = {"blocks": depth, "nodes": len(problem), "trace s": tracing}
+    for name, link in (("plan s", None), ("plan with offload s", described_link(gpu))):
+        planner = Planner(read_again(problem), link=link)
+        _, row[name] = _timed(lambda planner=planner: planner.plan(0.3))
+    return row
+
+
 def plot(rows: list[dict[str, Any]]) -> None:
     import matplotlib
 
@@ -187,6 +225,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="*", default=list(DEPTHS))
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--llama", type=int, nargs="*", default=[], metavar="LAYERS")
+    parser.add_argument("--residual", type=int, nargs="*", default=[], metavar="BLOCKS")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
@@ -194,9 +233,18 @@ def main() -> None:
     llamas = {row["layers"]: row for row in before.get("llama", [])}
     for num_layers in arguments.llama:
         llamas[num_layers] = measure_llama(num_layers)
-    saved = {"machine": machine(), "rows": rows, "llama": [llamas[key] for key in sorted(llamas)]}
+    residual = {row["blocks"]: row for row in before.get("residual", [])}
+    for depth in arguments.residual:
+        residual[depth] = measure_residual(depth)
+    saved = {
+        "machine": machine(),
+        "rows": rows,
+        "llama": [llamas[key] for key in sorted(llamas)],
+        "residual": [residual[key] for key in sorted(residual)],
+    }
     FILE.write_text(json.dumps(saved, indent=1) + "\n")
-    print(tabulate(saved["llama"], headers="keys", floatfmt=".2f"))
+    for name in ("llama", "residual"):
+        print(tabulate(saved[name], headers="keys", floatfmt=".2f"))
     for depth in arguments.depths:
         rows = [row for row in rows if row["blocks"] != depth]
         rows.append(measure(depth, with_torch=not arguments.no_torch))

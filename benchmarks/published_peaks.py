@@ -13,7 +13,8 @@ are on ``meta``. The packages that build them are installed for this script alon
 - litgpt: ``config_hub/finetune/README.md``, column "Peak memory": ``max_memory_allocated`` in
   10^9 bytes. BF16 parameters, AdamW, Alpaca2k (padded to the longest of a batch, at most 512
   tokens), A10G. The ranks of LoRA are those of the row's YAML file. litgpt 0.4.4 (July 2024) is as
-  old as the table.
+  old as the table. Its QLoRA has linear layers in NF4 and bitsandbytes' paged AdamW. Both are
+  simulated here, since bitsandbytes needs a GPU.
 - PEFT: ``method_comparison/MetaMathQA/results/*.json``, ``accelerator_memory_max``: the most bytes
   reserved after a step. Llama 3.2 3B in BF16, adapters in FP32, batch 4, AdamW, L40S, torch 2.13,
   transformers 5.13.1. The lengths of batches are not published. The row of LoRA with rank 32 gives
@@ -34,6 +35,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from measure import RESULTS
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -78,6 +80,11 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     flag: str = ""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Check whether frozen weights are in NF4, as in QLoRA."""
+        return self.name.endswith("/qlora")
+
 
 def _litgpt(
     name: str, model: str, gigabytes: float, batch: int, *, flag: str = "", **lora: Any
@@ -105,6 +112,8 @@ ROWS = (
     _litgpt("stablelm-3b/lora", "stablelm-base-alpha-3b", 8.58, 1, **_R32, **_ATTENTION),
     _litgpt("tiny-llama/lora", "tiny-llama-1.1b", 13.50, 8, **_R32, **_EVERY),
     _litgpt("tiny-llama/full", "tiny-llama-1.1b", 14.10, 4),
+    _litgpt("stablelm-3b/qlora", "stablelm-base-alpha-3b", 5.24, 1, **_R32, **_ATTENTION),
+    _litgpt("falcon-7b/qlora", "falcon-7b", 9.44, 1, **_R32, **_ATTENTION),
     _litgpt("phi-3/full", "Phi-3-mini-4k-instruct", 17.01, 4, flag="8 bytes a parameter are 30.6"),
     _litgpt("gemma-2b/full", "Gemma-2b", 17.43, 1, flag=_SHARDED.format(4)),
     _litgpt("phi-2/full", "phi-2", 14.44, 4, flag=_SHARDED.format(2)),
@@ -154,6 +163,8 @@ class _Litgpt(nn.Module):
         self.is_lora = bool(row.options)
         if row.options:
             lora.mark_only_lora_as_trainable(self.model)
+            if row.is_quantized:
+                _quantize(self.model)
         else:  # the gradients of earlier micro-batches
             for index, param in enumerate(self.model.parameters()):
                 self.register_buffer(f"gradient_{index}", torch.empty_like(param))
@@ -169,9 +180,72 @@ class _Litgpt(nn.Module):
         return {"loss": self.loss(logits, ids[..., 1:]), "logits": logits}
 
 
+class _Dequantized(torch.autograd.Function):
+    """A matmul with NF4 weights, which are made whole in FP16 and cast, in both passes.
+
+    References:
+        bitsandbytes, ``autograd/_functions.py``, ``MatMul4Bit``. Fabric quantizes weights in FP16
+        (``plugins/precision/bitsandbytes.py``), so that is what they are made whole in.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, packed: Tensor, scales: Tensor, shape: Any) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return F.linear(given, packed.new_empty(shape, dtype=torch.half).to(given.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (packed,) = ctx.saved_tensors
+        weight = packed.new_empty(ctx.shape, dtype=torch.half).to(grads[0].dtype)
+        return grads[0] @ weight, None, None, None
+
+
+class _Nf4Linear(nn.Module):
+    """A frozen linear layer with two weights in a byte, and a scale in FP32 for 64 of them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        count, self.bias = linear.weight.numel(), linear.bias
+        self.shape = linear.weight.shape
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        with torch.device("meta"):
+            self.register_buffer("weight", torch.empty(count // 2, 1, dtype=torch.uint8))
+            self.register_buffer("scales", torch.empty(count // 64))
+
+    def forward(self, given: Tensor) -> Tensor:
+        result: Tensor = _Dequantized.apply(given, self.weight, self.scales, self.shape)
+        return result if self.bias is None else result + self.bias
+
+
+def _quantize(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, _Nf4Linear(child))
+        else:
+            _quantize(child)
+
+
+class _PagedAdamW(torch.optim.AdamW):
+    """AdamW whose states in FP32 are in pages that torch's allocator does not count.
+
+    References:
+        bitsandbytes, ``optim/optimizer.py``, ``get_state_buffer``: those of 100,000 elements or
+        more.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and not self.state[param] and param.numel() < 100_000:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
+
+
 def _profile_litgpt(row: Row) -> GraphProfile:
     ids = torch.empty(row.batch, 512, dtype=torch.long, device="meta")
-    return profile_graph(_Litgpt(row), ids, device="cuda:a10g", optimizer=torch.optim.AdamW)
+    optimizer = _PagedAdamW if row.is_quantized else torch.optim.AdamW
+    return profile_graph(_Litgpt(row), ids, device="cuda:a10g", optimizer=optimizer)
 
 
 def _profile_peft(row: Row, length: int) -> GraphProfile:

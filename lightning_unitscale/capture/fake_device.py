@@ -236,9 +236,20 @@ class FakeScalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# Their kernels write the losses of all elements into the result, and then resize it to a number
+# (torch 2.13, ``native/Loss.cpp``, ``native/cuda/Loss.cu``). The storage keeps its size.
+_RESIZED = frozenset(
+    {aten.mse_loss, aten.smooth_l1_loss, aten.binary_cross_entropy, aten.soft_margin_loss}
+)
+
+
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on fake tensors, corrected where they differ from the kernels."""
     packet = getattr(func, "overloadpacket", func)
+    if packet in _RESIZED:
+        loss = func(*args, **kwargs)
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return loss if loss.dim() or not shape else loss.new_empty(shape).as_strided((), ())
     if packet is getattr(aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
         # Fake tensors know the shapes for BF16 only, the kernels also other types (torch 2.13).
         in_bf16 = [

@@ -20,6 +20,7 @@ from lightning_unitscale.memory.budgets import bytes_of
 from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
 from lightning_unitscale.memory.fitting import Fit, SizedStep
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, parse_device
+from lightning_unitscale.memory.host_link import gpu_cost_model, link_of
 from lightning_unitscale.memory.problem import RematProblem
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import batch_size_of, resized
@@ -29,8 +30,11 @@ from lightning_unitscale.profiler import GraphProfile, profile_graph
 # Precisions that are compared, those that convert the weights last.
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 _TRIED = ("32-true", "bf16-mixed", "bf16-true")
-_LARGEST = ("precision", "remat", "batch", "peak", "extra FLOPs")
-_STEPS = ("", "precision", "shards", "microbatch", "accumulated", "remat", "peak", "extra FLOPs")
+_LARGEST = ("precision", "remat", "on the host", "batch", "peak", "extra FLOPs")
+_STEPS = ("", "precision", "shards", "microbatch", "accumulated", "remat", "on the host", "peak",
+          "extra FLOPs")  # fmt: skip
+# Ways to find the largest batch: as it is, with rematerialization, with copies to the host.
+_WAYS: tuple[dict[str, bool], ...] = ({}, {"remat": True}, {"offload": True})
 # An allowance for the driver, the CUDA context (some hundred MiB) and gaps between blocks.
 _CONTEXT_BYTES = 2**30
 
@@ -129,7 +133,8 @@ class FitInCLI(ProfileCLI):
             limit = _limit(self._memory, step.profile)
             if precision == self._precision:
                 profile = step.profile
-            found = [step.largest(limit, remat=remat) for remat in (False, True)]
+            ways = _WAYS if step.link is not None else _WAYS[:2]
+            found = [step.largest(limit, **way) for way in ways]
             largest += [fit for fit in found if fit is not None]
             fits += self._checked(step, limit)
             if not any(found):
@@ -154,6 +159,7 @@ class FitInCLI(ProfileCLI):
                 "`fit-in`: the batch has no tensor with a batch dimension. Expected one whose "
                 "first dimension is the number of samples. Use `profile` for this configuration."
             )
+        gpu = parse_device(self._device)[1]
         if self._samples is None:
             self._samples = size * self._accumulated * self._num_devices
 
@@ -174,9 +180,12 @@ class FitInCLI(ProfileCLI):
                 device=self._device,
                 method="training_step",
                 context=plugin.forward_context,
+                cost_model=None if gpu is None else gpu_cost_model(gpu),
             )
 
-        return SizedStep.of(precision, size, model, profile_at, problem_at, self._memory)
+        # Copies of a CPU's tensors would stay in the same memory.
+        link = None if gpu is None else link_of(self._device)
+        return SizedStep.of(precision, size, model, profile_at, problem_at, self._memory, link)
 
     def _checked(self, step: SizedStep, limit: int) -> Iterator[Fit]:
         """Yield what fits in a precision. The cheapest is traced at its own microbatch."""
@@ -189,9 +198,8 @@ class FitInCLI(ProfileCLI):
         while found:
             best = min(found, key=lambda fit: fit.cost)
             place = found.index(best)
-            checked = step.fit(
-                limit, best.microbatch, best.num_microbatches, best.num_shards, exact=True
-            )
+            way = best.microbatch, best.num_microbatches, best.num_shards
+            checked = step.fit(limit, *way, exact=True, offload=best.offload is not None)
             if checked is not None:
                 found[place] = checked
                 break
@@ -202,7 +210,14 @@ class FitInCLI(ProfileCLI):
         memory = format_bytes(self._memory)
         print(f"The largest batch on one {self._device} device of {memory}:")
         rows = [
-            (fit.precision, _budget(fit), fit.microbatch, format_bytes(fit.peak_bytes), _extra(fit))
+            (
+                fit.precision,
+                _budget(fit),
+                _on_host(fit),
+                fit.microbatch,
+                format_bytes(fit.peak_bytes),
+                _extra(fit),
+            )
             for fit in largest
         ]
         print(tabulate(rows, _LARGEST) if rows else "none fits")
@@ -215,6 +230,7 @@ class FitInCLI(ProfileCLI):
                 fit.microbatch,
                 fit.num_microbatches,
                 _budget(fit),
+                _on_host(fit),
                 format_bytes(fit.peak_bytes),
                 _extra(fit),
             )
@@ -248,9 +264,9 @@ class FitInCLI(ProfileCLI):
         Path(self.config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     def _cost(self, fit: Fit) -> tuple[Any, ...]:
-        """Order by ranks, recomputed operations, another precision, and microbatches."""
-        num_shards, flops, num_microbatches = fit.cost
-        return num_shards, flops, fit.precision != self._precision, num_microbatches
+        """Order by ranks, added time, another precision, and microbatches."""
+        num_shards, seconds, num_microbatches = fit.cost
+        return num_shards, seconds, fit.precision != self._precision, num_microbatches
 
 
 def _plugin(precision: str) -> Precision:
@@ -271,6 +287,10 @@ def _limit(memory: int, profile: GraphProfile) -> int:
 
 def _budget(fit: Fit) -> str:
     return "-" if fit.budget is None else format_bytes(fit.budget)
+
+
+def _on_host(fit: Fit) -> str:
+    return format_bytes(fit.host_bytes) if fit.offload else "-"
 
 
 def _extra(fit: Fit) -> str:

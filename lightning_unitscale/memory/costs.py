@@ -22,9 +22,10 @@ from lightning_unitscale.capture.flops import Formula
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.operators import RULES, UNREACHED
 from lightning_unitscale.functional.rules import hint_of
-from lightning_unitscale.memory.cpu_workspace import by_operator, cpu_workspace_bytes
+from lightning_unitscale.memory.cpu_workspace import cpu_workspace_bytes
 from lightning_unitscale.memory.cuda_workspace import cuda_workspace_bytes
 from lightning_unitscale.memory.gpus import DEFAULT_GPU, GPU
+from lightning_unitscale.memory.operator_bytes import by_operator
 
 aten = torch.ops.aten
 # The assumed value of an unknown size, such as a number of rows that depends on values.

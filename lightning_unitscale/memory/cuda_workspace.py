@@ -14,8 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.memory import gpu_recurrent, gpu_reductions
-from lightning_unitscale.memory.cpu_workspace import by_operator, bytes_of, copies_of, copy_of
 from lightning_unitscale.memory.gpus import GPU
+from lightning_unitscale.memory.operator_bytes import (
+    by_operator,
+    bytes_of,
+    copies_of,
+    copy_of,
+    reduced_loss,
+)
 
 Formula = Callable[[GPU, Sequence[Any], Any], int]
 """Formula for one call, from the GPU, its positional arguments and its result."""
@@ -178,6 +184,21 @@ def _embedding_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
     return copies + indices_bytes + 4 * parts * int(grad.shape[-1])
 
 
+def _index_put(gpu: GPU, args: Sequence[Any], result: Any) -> int:
+    """Count linear indices, positions and both sorted, and contiguous values, of a sum.
+
+    References:
+        torch, ``native/cuda/Indexing.cu``, ``index_put_with_sort_kernel``.
+    """
+    is_sum = len(args) > 3 and args[3]
+    indices = [index for index in args[1] if index is not None]
+    if not is_sum or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return 0
+    shape = torch.broadcast_shapes(*(tuple(map(int, index.shape)) for index in indices))
+    # Keys and values, sorted, and as many for cub's radix sort.
+    return 6 * 8 * prod(shape) + copy_of(args[2])
+
+
 def _plain(formula: Callable[[Sequence[Any], Any], int]) -> Formula:
     """Take a formula that does not depend on the GPU."""
     return lambda gpu, args, result: formula(args, result)
@@ -194,11 +215,15 @@ _FORMULAS: dict[Any, Formula] = by_operator(
         "_cudnn_rnn_backward": _plain(gpu_recurrent.backward_workspace),
         "embedding_dense_backward": _embedding_backward,
         **dict.fromkeys(
+            ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_"), _index_put
+        ),
+        **dict.fromkeys(
             ("sum", "mean", "prod", "nansum", "amax", "amin", "logsumexp"),
             gpu_reductions.sum_workspace,
         ),
         **dict.fromkeys(("linalg_vector_norm", "norm"), gpu_reductions.norm_workspace),
         **dict.fromkeys(("var", "var_mean", "std", "std_mean"), gpu_reductions.variance_workspace),
+        **dict.fromkeys(("mse_loss", "smooth_l1_loss"), _plain(reduced_loss)),
         # SoftMax.cu and layer_norm_kernel.cu read contiguous tensors.
         **dict.fromkeys(("_softmax", "_log_softmax", "native_layer_norm"), _plain(copies_of(0))),
         **dict.fromkeys(

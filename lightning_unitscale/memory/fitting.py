@@ -11,10 +11,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import nn
 
 from lightning_unitscale.memory.graph_profile import GraphProfile
+from lightning_unitscale.memory.offload import HostLink
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion, RematProblem
 from lightning_unitscale.memory.real_memory import gradient_bytes, storage_bytes
@@ -37,6 +39,9 @@ class Fit:
         peak_bytes: Predicted peak on a rank.
         extra_flops: Operations of the recomputed matmuls of one step of the optimizer, on a rank.
         flops: Operations of all other matmuls of that step, on a rank.
+        extra_seconds: Estimated time of the recomputation, and in which computing waits for copies.
+        offload: ``"host"`` if saved tensors are moved to host memory, as by ``RematCallback``.
+        host_bytes: Bytes that wait in host memory.
         is_checked: Whether the step was traced at this very microbatch.
     """
 
@@ -48,12 +53,15 @@ class Fit:
     peak_bytes: int
     extra_flops: float
     flops: float
+    extra_seconds: float = 0.0
+    offload: Literal["host"] | None = None
+    host_bytes: int = 0
     is_checked: bool = False
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """Return what a cheaper one has less of: ranks, operations, microbatches."""
-        return self.num_shards, self.extra_flops, self.num_microbatches
+        """Return what a cheaper one has less of: ranks, added time, microbatches."""
+        return self.num_shards, self.extra_seconds, self.num_microbatches
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class SizedStep:
         shards: What FSDP2 gathers.
         memory_bytes: Limit on what a GPU's caching allocator reserves for a step without a plan, or
             0 for none.
+        link: The device's link to the host for ways that move saved tensors, or ``None``.
     """
 
     precision: str
@@ -103,6 +112,7 @@ class SizedStep:
     gradient_bytes: int
     shards: Shards
     memory_bytes: int = 0
+    link: HostLink | None = None
 
     @classmethod
     def of(
@@ -113,6 +123,7 @@ class SizedStep:
         profile_at: Callable[[int], GraphProfile],
         problem_at: Callable[[int], RematProblem],
         memory_bytes: int = 0,
+        link: HostLink | None = None,
     ) -> SizedStep:
         """Return the step of a module."""
         return cls(
@@ -124,6 +135,7 @@ class SizedStep:
             gradient_bytes(module),
             Shards.of(module),
             memory_bytes,
+            link,
         )
 
     @property
@@ -191,13 +203,25 @@ class SizedStep:
         return whole + -(-(peak - whole) // num_shards)
 
     def fit(
-        self, limit: int, size: int, count: int, num_shards: int, *, exact: bool = False
+        self,
+        limit: int,
+        size: int,
+        count: int,
+        num_shards: int,
+        *,
+        exact: bool = False,
+        offload: bool = False,
     ) -> Fit | None:
-        """Return the cheapest plan of a microbatch that fits, or ``None`` if none does."""
+        """Return the cheapest plan of a microbatch that fits, or ``None`` if none does.
+
+        With ``offload``, it is the cheapest of those that move tensors to the host.
+        """
         least = self.least_bytes(num_shards)
         if least > limit:
             return None
         planner = self.planner(size, num_shards, accumulates=count > 1, exact=exact)
+        if offload:
+            planner = replace(planner, link=self.link)
         plan, budget = planner.default, None
         peak = plan.peak_bytes + self.held_bytes(size, exact=exact)
         is_refused = exact and num_shards == 1 and self._reserves_more(size)
@@ -206,6 +230,8 @@ class SizedStep:
                 return None
             plan, budget = planner.plan(limit), limit
             peak = plan.peak_bytes
+        if offload and not plan.moves:
+            return None
         return Fit(
             self.precision,
             num_shards,
@@ -215,14 +241,22 @@ class SizedStep:
             max(least, peak),
             count * (plan.flops - planner.default.flops),
             count * float(planner.problem.flops.sum()),
+            count * (plan.seconds - planner.default.seconds),
+            "host" if plan.moves else None,
+            plan.host_bytes,
             exact,
         )
 
-    def largest(self, limit: int, num_shards: int = 1, *, remat: bool = False) -> Fit | None:
+    def largest(
+        self, limit: int, num_shards: int = 1, *, remat: bool = False, offload: bool = False
+    ) -> Fit | None:
         """Return the largest batch that fits, checked by tracing it, or ``None`` if none does."""
+        remat |= offload
 
         def peak(size: int, *, exact: bool = False) -> int:
             planner = self.planner(size, num_shards, exact=exact)
+            if offload:
+                planner = replace(planner, link=self.link)
             without = 0 if remat else self.held_bytes(size, exact=exact)
             plan = planner.floor if remat else planner.default
             return max(self.least_bytes(num_shards), plan.peak_bytes + without)
@@ -235,7 +269,9 @@ class SizedStep:
             size = _checked(
                 lambda size: peak(size, exact=True) <= limit, size, size // 100, size // 500
             )
-        return self.fit(limit, size, 1, num_shards, exact=True) if size else None
+        if not size:
+            return None
+        return self.fit(limit, size, 1, num_shards, exact=True, offload=offload)
 
     @property
     def _is_served(self) -> bool:
@@ -254,11 +290,17 @@ class SizedStep:
     def fits(self, limit: int, batch_size: int, num_shards: int) -> Iterator[Fit]:
         """Yield a fit for each microbatch of a rank's batch, until nothing is recomputed."""
         for size in sorted(divisors(batch_size), reverse=True):
-            fit = self.fit(limit, size, batch_size // size, num_shards)
+            count = batch_size // size
+            fit = self.fit(limit, size, count, num_shards)
             if fit is not None:
                 yield fit
                 if fit.budget is None:
                     return
+            # Shards make a step several graphs, and a value is moved within one.
+            if self.link is not None and num_shards == 1:
+                moved = self.fit(limit, size, count, num_shards, offload=True)
+                if moved is not None:
+                    yield moved
 
 
 def sharded(problem: RematProblem, num_parameters: int, num_shards: int) -> RematProblem:

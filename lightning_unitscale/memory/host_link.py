@@ -10,7 +10,7 @@ import torch
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
-from lightning_unitscale.memory.gpus import GPU, present_gpu
+from lightning_unitscale.memory.gpus import GPU, GPUS, present_gpu
 from lightning_unitscale.memory.offload import HostLink
 
 Offload = Literal["host"] | HostLink | None
@@ -65,10 +65,13 @@ def present_cost_model(device_type: str) -> CostModel:
     return gpu_cost_model(present_gpu()) if device_type == "cuda" else default_cost_model("cpu")
 
 
-def link_of(device_type: str) -> HostLink:
-    """Return the link of this machine's device: a GPU's as measured, else as described."""
-    if device_type != "cuda":
+def link_of(device: str) -> HostLink:
+    """Return the link of a device: a named GPU's as described, this machine's as measured."""
+    kind, _, name = device.partition(":")
+    if kind != "cuda":
         return _CPU_LINK
+    if name in GPUS:
+        return described_link(GPUS[name])
     if not torch.cuda.is_available():
         return described_link(present_gpu())
     return measured_link(torch.cuda.current_device())

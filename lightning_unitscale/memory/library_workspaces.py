@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lightning_unitscale.memory.cpu_workspace import by_operator
 from lightning_unitscale.memory.gpus import GPU
+from lightning_unitscale.memory.operator_bytes import by_operator
 from lightning_unitscale.memory.step_record import OUTSIDE, Event, StepRecord, StorageLife
 
 aten = torch.ops.aten

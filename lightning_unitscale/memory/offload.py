@@ -181,30 +181,36 @@ def exposed_seconds(
     problem: RematProblem, moves: Sequence[Move], starts: Sequence[float], link: HostLink
 ) -> float:
     """Simulate both directions of the link beside the operations, and sum the time of waiting."""
-    delay = 0.0
-    free_at = {"leave": 0.0, "return": 0.0}
-    ends: dict[tuple[str, int], float] = {}
-    for place, node, direction, is_wait in _events(moves):
+    sizes: list[int] = problem.num_bytes[[move.node for move in moves]].tolist() if moves else []
+    copies = {move.node: link.seconds(size) for move, size in zip(moves, sizes, strict=True)}
+    delay = leaves_at = returns_at = 0.0
+    left: dict[int, float] = {}
+    returned: dict[int, float] = {}
+    for place, kind, _, node in _events(moves):
         now = starts[place] + delay
-        if is_wait:
-            delay += max(0.0, ends[direction, node] - now)
-            continue
-        begin = max(now, free_at[direction])
-        end = begin + link.seconds(int(problem.num_bytes[node]))
-        free_at[direction] = ends[direction, node] = end
+        if kind == _LEAVE:
+            leaves_at = left[node] = max(now, leaves_at) + copies[node]
+        elif kind == _RETURN:
+            returns_at = returned[node] = max(now, returns_at) + copies[node]
+        else:
+            delay += max(0.0, (left if kind == _LEFT else returned)[node] - now)
     return delay
 
 
-def _events(moves: Sequence[Move]) -> Iterator[tuple[int, int, str, bool]]:
-    """Yield (operation before which it happens, node, direction, is a wait) in order."""
-    leaving = sorted(moves, key=lambda move: (move.start, move.node))
-    returning = sorted(moves, key=lambda move: (move.fetch, move.use, move.node))
-    events = [(move.start + 1, 1, move.node, "leave", False) for move in leaving]
-    events += [(move.release + 1, 2, move.node, "leave", True) for move in leaving]
-    events += [(move.fetch, 3, move.node, "return", False) for move in returning]
-    events += [(move.use, 4, move.node, "return", True) for move in returning]
-    for place, _, node, direction, is_wait in sorted(events, key=lambda event: event[:2]):
-        yield place, node, direction, is_wait
+# Kinds of events, in their order before an operation: a copy starts, or computing waits for it.
+_LEAVE, _LEFT, _RETURN, _RETURNED = range(4)
+
+
+def _events(moves: Sequence[Move]) -> list[tuple[int, int, int, int]]:
+    """Return (operation before which it happens, kind, order within the kind, node) in order."""
+    events = []
+    for order, move in enumerate(sorted(moves, key=lambda move: (move.start, move.node))):
+        events.append((move.start + 1, _LEAVE, order, move.node))
+        events.append((move.release + 1, _LEFT, order, move.node))
+    for order, move in enumerate(sorted(moves, key=lambda move: (move.fetch, move.use, move.node))):
+        events.append((move.fetch, _RETURN, order, move.node))
+        events.append((move.use, _RETURNED, order, move.node))
+    return sorted(events)
 
 
 def offloads(

@@ -22,13 +22,15 @@ from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.rollback import held_values
 from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import CostModel
-from lightning_unitscale.memory.host_link import Offload, check_offload, link_of
+from lightning_unitscale.memory.gpus import DeviceType, parse_device
+from lightning_unitscale.memory.host_link import Offload, check_offload, gpu_cost_model, link_of
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import gradient_bytes, module_bytes, storages_of
 from lightning_unitscale.memory.remat_plan import RematPlan
+from lightning_unitscale.memory.traced_planner import traced_problem
 
 # Planned steps before a warning: the first batch, another size of it, and a smaller last batch are
 # usual.
@@ -42,30 +44,48 @@ def plan_remat(
     cost_model: CostModel | None = None,
     resident_bytes: int = 0,
     offload: Offload = None,
+    device: DeviceType | None = None,
     **kwargs: Any,
 ) -> RematPlan:
     """Return the fastest plan of a training step whose peak is within the budget.
 
     Args:
-        function: A module or function that Dynamo captures as one graph.
-        *args: Its inputs. It is run once on them, without a backward pass.
+        function: A module or function that Dynamo captures as one graph. With ``device``, a module
+            that returns its loss.
+        *args: Its inputs. It is run once on them, without a backward pass. With ``device``, only
+            the metadata of tensors is read, and all may be on ``meta``.
         budget: Bytes (an int, or a string such as ``"600MiB"``), or a float from 0 (the smallest
             peak that can be planned, also ``"min"``) to 1 (the peak without rematerialization),
             linearly in bytes. Or ``"min_cut"``.
         cost_model: Cost of running an operator. The default is that of the graph's device.
         resident_bytes: Bytes alive besides the graph's inputs, such as the optimizer's state.
-        offload: ``"host"`` for plans that also move saved values to host memory, or the
-            :class:`HostLink` that they assume.
+        offload: ``"host"`` for plans that also move saved values to host memory over the device's
+            link, or the :class:`HostLink` that they assume.
+        device: Device whose kernels, speed and link to the host are simulated, such as
+            ``"cuda:h100"``. The default is the one that the inputs are on.
         **kwargs: Further inputs.
 
     Raises:
-        ValueError: If the budget is malformed, or in bytes and below the floor.
+        ValueError: If the budget is malformed, or in bytes and below the floor, or if the device is
+            unknown.
         RuntimeError: If there is no gradient to compute, or several graphs.
     """
     budget = check_budget(budget)
     offload = check_offload(offload, budget)
-    planner = _planner(function, args, kwargs, cost_model, resident_bytes)
-    link = link_of("cpu") if offload == "host" else offload
+    given = tensors_in((args, kwargs))
+    if device is None:
+        planner = _planner(function, args, kwargs, cost_model, resident_bytes)
+    else:
+        check_instance("function", function, nn.Module, "a module", "leave device out")
+        _check_costs(cost_model, resident_bytes)
+        gpu = parse_device(device)[1]
+        if gpu is not None and cost_model is None:
+            cost_model = gpu_cost_model(gpu)
+        assert isinstance(function, nn.Module)
+        problem = traced_problem(function, *args, device=device, cost_model=cost_model, **kwargs)
+        planner = Planner(problem, resident_bytes=resident_bytes)
+    where = device or next((tensor.device.type for tensor in given), "cpu")
+    link = link_of(where) if offload == "host" else offload
     return replace(planner, link=link).plan(budget)
 
 
@@ -111,10 +131,7 @@ def _planner(
 ) -> Planner:
     expected = "a module, or a function of tensors"
     check_callable("function", function, expected, "pass what computes the loss")
-    check_count("resident_bytes", resident_bytes, least=0)
-    if cost_model is not None:
-        advice = "leave it out for the device's"
-        check_instance("cost_model", cost_model, CostModel, "a CostModel", advice)
+    _check_costs(cost_model, resident_bytes)
     plans: list[RematPlan] = []
     partitioner = RematPartitioner("default", cost_model=cost_model, on_plan=plans.append)
     target = function.forward if isinstance(function, nn.Module) else function
@@ -135,6 +152,13 @@ def _planner(
             "printing and .item() out of it, and give it parameters that require gradients."
         )
     return Planner(plans[0].problem, resident_bytes=resident_bytes)
+
+
+def _check_costs(cost_model: CostModel | None, resident_bytes: int) -> None:
+    check_count("resident_bytes", resident_bytes, least=0)
+    if cost_model is not None:
+        advice = "leave it out for the device's"
+        check_instance("cost_model", cost_model, CostModel, "a CostModel", advice)
 
 
 class StepPartitioner(RematPartitioner):

@@ -12,6 +12,8 @@ from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.memory.costs import workspace_bytes
+
 
 def sum_of(output: Any) -> Tensor:
     """A loss for any output."""
@@ -76,3 +78,27 @@ def measured_saved(
         tensor.untyped_storage()._cdata for tensor in [*module.parameters(), *module.buffers()]
     }
     return storage_bytes(tensor for tensor in kept if tensor.untyped_storage()._cdata not in there)
+
+
+def allocated_beside_results(function: Callable[[], object]) -> int:
+    """Return the most bytes alive during a call in one thread beyond its results."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+            result = function()
+    finally:
+        torch.set_num_threads(threads)
+    peak, alive = bytes_allocated(profiled)
+    del result
+    return peak - alive
+
+
+def predicted_workspace(operator: object, arguments: tuple[object, ...], result: object) -> int:
+    """Return the workspace that is predicted for a call in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return workspace_bytes(operator, arguments, result, "cpu")
+    finally:
+        torch.set_num_threads(threads)

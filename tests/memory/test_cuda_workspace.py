@@ -74,3 +74,18 @@ def test_silu_has_one_kernel_in_its_backward_pass() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.SiLU(inplace=True))
     silu = profile_graph(layers, torch.ones(4, 10)).nodes[-1]
     assert silu.saved_bytes == 160
+
+
+def test_a_sum_at_indices_sorts_them() -> None:
+    table, rows = torch.empty(50, 8, device="meta"), torch.zeros(6, 7, dtype=torch.long)
+    values = torch.empty(6, 7, 8, device="meta")
+
+    def workspace(*args: object) -> int:
+        return cuda_workspace_bytes(GPUS["h100"], aten.index_put.default, args, table)
+
+    assert workspace(table, [rows], values, True) == 6 * 8 * 42
+    turned = torch.empty(7, 6, 8, device="meta").transpose(0, 1)
+    assert workspace(table, [rows], turned, True) == 6 * 8 * 42 + 4 * turned.numel()
+    assert workspace(table, [rows], values) == 0
+    numbers = torch.empty(6, 7, device="meta")
+    assert workspace(table, [rows[:, :1], rows[:1]], numbers, True) == 6 * 8 * 42

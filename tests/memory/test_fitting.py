@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
 from lightning_unitscale.memory.fitting import Fit, Shards, SizedStep, _checked, divisors
+from lightning_unitscale.memory.offload import HostLink
 from lightning_unitscale.memory.traced_planner import traced_problem
 from lightning_unitscale.profiler import fake_process_group, profile_graph
 
@@ -108,6 +109,23 @@ def test_microbatches_until_nothing_is_recomputed() -> None:
     assert min(fits, key=lambda fit: fit.cost) is fits[-1]
 
 
+def test_copies_to_the_host_are_one_more_way() -> None:
+    step = dataclasses.replace(_step("cuda:h100"), link=HostLink(1e12))
+    planner = step.planner(384)
+    limit = (planner.floor.peak_bytes + planner.default.peak_bytes) // 2
+    fits = list(step.fits(limit, 384, 1))
+    moved = [fit for fit in fits if fit.offload == "host"]
+    assert moved and all(fit.host_bytes > 0 and fit.peak_bytes <= limit for fit in moved)
+    plain = next(fit for fit in fits if fit.offload is None and fit.microbatch == 384)
+    whole = next(fit for fit in moved if fit.microbatch == 384)
+    assert whole.extra_seconds < plain.extra_seconds and whole.extra_flops < plain.extra_flops
+    assert all(fit.offload is None for fit in step.fits(limit, 384, 2))
+    low = planner.floor.peak_bytes - 1
+    assert step.fit(low, 384, 1, 1) is None
+    found = step.fit(low, 384, 1, 1, exact=True, offload=True)
+    assert found is not None and found.is_checked and found.peak_bytes <= low
+
+
 def test_nothing_fits() -> None:
     step = _step()
     assert step.largest(1000) is None and step.largest(1000, remat=True) is None
@@ -156,12 +174,12 @@ def test_divisors() -> None:
     assert divisors(1) == [1] and divisors(49) == [1, 7, 49]
 
 
-def test_costs_are_ranks_then_operations_then_microbatches() -> None:
+def test_costs_are_ranks_then_added_time_then_microbatches() -> None:
     def fit(**options: float) -> Fit:
         values = {"num_shards": 1, "num_microbatches": 1, "extra_flops": 0.0, **options}
         return Fit("32-true", microbatch=1, budget=None, peak_bytes=1, flops=1.0, **values)  # type: ignore[arg-type]
 
-    cheapest = [fit(), fit(num_microbatches=2), fit(extra_flops=1.0), fit(num_shards=2)]
+    cheapest = [fit(), fit(num_microbatches=2), fit(extra_seconds=1.0), fit(num_shards=2)]
     assert sorted(reversed(cheapest), key=lambda each: each.cost) == cheapest
 
 

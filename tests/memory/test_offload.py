@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lightning_unitscale.transforms as transforms
 from lightning_unitscale.memory import host_copies
 from lightning_unitscale.memory.gpus import GPUS
-from lightning_unitscale.memory.host_link import described_link
+from lightning_unitscale.memory.host_link import described_link, link_of
 from lightning_unitscale.memory.offload import (
     MAX_IN_FLIGHT,
     IdleValue,
@@ -430,6 +430,20 @@ def test_functions_of_remat_plan_with_a_link() -> None:
     plan = plan_remat(net, x, budget=0.0, offload=HostLink(1e9))
     assert plan.moves
     assert plan.peak_bytes < pareto_front(net, x)[-1].peak_bytes
+
+
+def test_a_plan_for_a_named_device_has_its_link() -> None:
+    with torch.device("meta"):
+        net, x = Net(2), torch.randn(4, 64, 64)
+    slow, fast = (
+        plan_remat(net, x, budget=0.0, offload=link, device="cuda:h100")
+        for link in (HostLink(1e6), "host")
+    )
+    described = plan_remat(
+        net, x, budget=0.0, offload=described_link(GPUS["h100"]), device="cuda:h100"
+    )
+    assert fast.hash == described.hash != slow.hash
+    assert link_of("cuda:h100") == described_link(GPUS["h100"])
 
 
 def test_links_are_those_of_the_named_gpu() -> None:

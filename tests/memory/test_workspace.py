@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale.memory.costs import workspace_bytes
-from tests.memory.oracles import bytes_allocated
+from lightning_unitscale.capture.fake_device import SimulatedDevice, run_operator
+from tests.memory.oracles import allocated_beside_results, predicted_workspace
 
 aten = torch.ops.aten
 # The formulas are those of kernels for vectors of 512 bits.
 needs_avx512 = pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="oneDNN blocks otherwise"
 )
-
-
-def _allocated(function: Callable[[], object]) -> int:
-    """The most bytes alive during a call beyond its results."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.autograd.profiler.profile(profile_memory=True) as profiled:
-            result = function()
-    finally:
-        torch.set_num_threads(threads)
-    peak, alive = bytes_allocated(profiled)
-    del result
-    return peak - alive
-
-
-def _predicted(operator: object, arguments: tuple[object, ...], result: object) -> int:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return workspace_bytes(operator, arguments, result, "cpu")
-    finally:
-        torch.set_num_threads(threads)
 
 
 @needs_avx512
@@ -65,13 +40,13 @@ def test_convolutions(
     options = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
     forward = (x, weight, None, *options)
     y = aten.convolution(*forward)
-    seen = _allocated(lambda: aten.convolution(*forward))
-    assert _predicted(aten.convolution.default, forward, y) == seen
+    seen = allocated_beside_results(lambda: aten.convolution(*forward))
+    assert predicted_workspace(aten.convolution.default, forward, y) == seen
 
     backward = (torch.randn_like(y), x, weight, None, *options, [True, True, False])
     results: tuple[Tensor, ...] = aten.convolution_backward(*backward)
-    seen = _allocated(lambda: aten.convolution_backward(*backward))
-    predicted = _predicted(aten.convolution_backward.default, backward, results)
+    seen = allocated_beside_results(lambda: aten.convolution_backward(*backward))
+    predicted = predicted_workspace(aten.convolution_backward.default, backward, results)
     assert predicted == pytest.approx(seen, rel=0.01)
 
 
@@ -85,33 +60,53 @@ def test_one_filter_per_channel_on_channels_last_images(taps: int, size: int) ->
     rest = ([32], [1, 1], padding, [1, 1], False, [0, 0], 32, [True, True, True])
     arguments = (grad, given, weight, *rest)
     result = aten.convolution_backward(*arguments)
-    measured = _allocated(lambda: aten.convolution_backward(*arguments))
-    expected = _predicted(aten.convolution_backward, arguments, result)
+    measured = allocated_beside_results(lambda: aten.convolution_backward(*arguments))
+    expected = predicted_workspace(aten.convolution_backward, arguments, result)
     assert measured == pytest.approx(expected, abs=1024)
 
 
 def test_drawing_a_mask_takes_nothing_beside_it() -> None:
     arguments = (torch.empty(1000), 0.5)
     result = aten.bernoulli.p(*arguments)
-    assert _allocated(lambda: aten.bernoulli.p(*arguments)) == 0
-    assert _predicted(aten.bernoulli.p, arguments, result) == 0
+    assert allocated_beside_results(lambda: aten.bernoulli.p(*arguments)) == 0
+    assert predicted_workspace(aten.bernoulli.p, arguments, result) == 0
 
 
 def test_dropout() -> None:
     x = torch.randn(100, 100)
     forward = (x, 0.1, True)
     y, mask = aten.native_dropout(*forward)
-    seen = _allocated(lambda: aten.native_dropout(*forward))
-    assert _predicted(aten.native_dropout.default, forward, (y, mask)) == seen
+    seen = allocated_beside_results(lambda: aten.native_dropout(*forward))
+    assert predicted_workspace(aten.native_dropout.default, forward, (y, mask)) == seen
     backward = (torch.randn(100, 100), mask, 1.1)
     result = aten.native_dropout_backward(*backward)
-    seen = _allocated(lambda: aten.native_dropout_backward(*backward))
-    assert _predicted(aten.native_dropout_backward.default, backward, result) == seen
+    seen = allocated_beside_results(lambda: aten.native_dropout_backward(*backward))
+    assert predicted_workspace(aten.native_dropout_backward.default, backward, result) == seen
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_matmuls_take_tiles_only_where_onednn_runs_them(dtype: torch.dtype) -> None:
     arguments = (torch.ones(64, 48, dtype=dtype), torch.ones(48, 80, dtype=dtype))
     result = aten.mm(*arguments)
-    measured = _allocated(lambda: aten.mm(*arguments))
-    assert (_predicted(aten.mm.default, arguments, result) > 0) == (measured > 0)
+    measured = allocated_beside_results(lambda: aten.mm(*arguments))
+    assert (predicted_workspace(aten.mm.default, arguments, result) > 0) == (measured > 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss", "huber_loss"]
+)
+def test_losses_that_keep_the_storage_of_all_elements(name: str) -> None:
+    given, target = torch.rand(50, 20), torch.rand(50, 20)
+    operator = getattr(aten, name).default
+    result = operator(given, target)
+    with SimulatedDevice(torch.device("cpu")) as mode:
+        fakes = (mode.from_tensor(given), mode.from_tensor(target))
+        fake = run_operator(operator, fakes, {})
+        weight = (None,) if name == "binary_cross_entropy" else ()
+        whole = run_operator(operator, (*fakes, *weight, 0), {})
+    assert fake.shape == () and whole.shape == given.shape
+    assert fake.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    if name in ("mse_loss", "smooth_l1_loss"):
+        measured = allocated_beside_results(lambda: operator(given, target))
+        assert predicted_workspace(operator, (given, target), result) == 4000
+        assert measured == pytest.approx(4000, abs=16)  # with some numbers

@@ -1,0 +1,54 @@
+"""Count bytes of tensors and their copies, for the formulas of kernels' workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+T = TypeVar("T")
+Formula = Callable[[Sequence[Any], Any], int]
+"""Formula for one call, from its positional arguments and its result."""
+
+
+def bytes_of(tensor: Tensor | None) -> int:
+    """Return the bytes of a tensor's elements."""
+    return 0 if tensor is None else prod(map(int, tensor.shape)) * tensor.element_size()
+
+
+def copy_of(tensor: Tensor) -> int:
+    """Return the bytes of the kernel's contiguous copy, or 0 if the tensor is contiguous."""
+    return 0 if tensor.is_contiguous() else bytes_of(tensor)
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Check whether the channels of an image are beside each other."""
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def copies_of(*positions: int) -> Formula:
+    """Count the contiguous copies of some arguments."""
+    return lambda args, _: sum(copy_of(args[position]) for position in positions)
+
+
+def reduced_loss(args: Sequence[Any], result: Tensor) -> int:
+    """Count the losses of all elements, of which a loss is the mean or the sum."""
+    if result.dim():
+        return 0
+    shape = torch.broadcast_shapes(*(tuple(map(int, each.shape)) for each in args[:2]))
+    return prod(shape) * result.element_size()
+
+
+def by_operator(formulas: Mapping[str, T]) -> dict[Any, T]:
+    """Key formulas by ATen operator. No version of torch has them all."""
+    return {
+        getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)
+    }

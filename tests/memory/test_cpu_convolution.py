@@ -1,0 +1,104 @@
+"""What convolutions allocate on this CPU, against the allocator's events of single operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_unitscale.memory.cpu_convolution import runs_in_onednn
+from tests.memory.oracles import allocated_beside_results, predicted_workspace
+
+aten = torch.ops.aten
+needs_avx2 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX2", reason="other kernels run"
+)
+_SHAPES: dict[str, dict[str, Any]] = {
+    "patches": {"channels": (3, 192), "size": (64, 64), "taps": 16, "stride": 16},
+    "small patches": {"channels": (3, 96), "size": (32, 32), "taps": 4, "stride": 4},
+    "stem": {"channels": (3, 64), "size": (32, 32), "taps": 7, "stride": 2, "padding": 3},
+    "uneven stem": {"channels": (3, 64), "size": (31, 31), "taps": 5, "stride": 3, "padding": 2},
+    "one channel": {"channels": (1, 32), "size": (28, 28), "taps": 3, "padding": 1},
+    "odd channels": {"channels": (5, 7), "size": (14, 14), "taps": 3, "padding": 1},
+    "one tap": {"channels": (64, 128), "size": (14, 14), "taps": 1},
+    "one strided tap": {"channels": (64, 128), "size": (14, 14), "taps": 1, "stride": 2},
+    "groups": {"channels": (64, 64), "size": (14, 14), "taps": 3, "padding": 1, "groups": 4},
+    "odd groups": {"channels": (24, 24), "size": (14, 14), "taps": 3, "padding": 1, "groups": 4},
+    "depthwise": {"channels": (32, 32), "size": (14, 14), "taps": 3, "padding": 1, "groups": 32},
+    "wide depthwise": {
+        "channels": (32, 32), "size": (14, 14), "taps": 7, "padding": 3, "groups": 32,
+    },
+    "dilated": {"channels": (32, 32), "size": (28, 28), "taps": 3, "padding": 2, "dilation": 2},
+    "far": {"channels": (32, 32), "size": (28, 28), "taps": 3, "padding": 4, "dilation": 4},
+    "sequence": {"channels": (16, 32), "size": (100,), "taps": 3, "padding": 1},
+    "waves": {"channels": (1, 64), "size": (1000,), "taps": 10, "stride": 5},
+    "positions": {"channels": (32, 32), "size": (49,), "taps": 32, "padding": 16, "groups": 4},
+    "volume": {"channels": (16, 32), "size": (8, 8, 8), "taps": 3, "padding": 1},
+    "transposed": {"channels": (64, 32), "size": (14, 14), "taps": 2, "stride": 2, "turned": True},
+    "transposed, dense": {
+        "channels": (64, 32), "size": (14, 14), "taps": 3, "padding": 1, "turned": True,
+    },
+}  # fmt: skip
+
+
+def _arguments(
+    channels: tuple[int, int],
+    size: tuple[int, ...],
+    taps: int,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    turned: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, ...]:
+    inputs, outputs = channels
+    filters = (inputs, outputs // groups) if turned else (outputs, inputs // groups)
+    weight = torch.randn(*filters, *[taps] * len(size), dtype=dtype)
+    images = torch.randn(4, inputs, *size, dtype=dtype)
+    lists = ([number] * len(size) for number in (stride, padding, dilation))
+    bias = torch.randn(outputs, dtype=dtype)
+    return (images, weight, bias, *lists, turned, [0] * len(size), groups)
+
+
+def _check(arguments: tuple[Any, ...], tolerance: float) -> None:
+    """Compare forward and backward, to a share of the images and the result."""
+    images, weight, bias, *options = arguments
+    forward = aten.convolution.default
+    result = forward(*arguments)
+    size = 4 * (images.numel() + result.numel())
+    measured = allocated_beside_results(lambda: forward(*arguments))
+    predicted = predicted_workspace(forward, arguments, result)
+    assert predicted == pytest.approx(measured, abs=tolerance * size)
+    backward = aten.convolution_backward.default
+    for mask in ([True, True, True], [False, True, False]):
+        given = (torch.randn_like(result), images, weight, [len(bias)], *options, mask)
+        gradients: tuple[Tensor, ...] = backward(*given)
+        measured = allocated_beside_results(lambda given=given: backward(*given))
+        predicted = predicted_workspace(backward, given, gradients)
+        assert predicted == pytest.approx(measured, abs=tolerance * size), mask
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", _SHAPES)
+def test_the_kernels_of_onednn(name: str) -> None:
+    _check(_arguments(**_SHAPES[name]), 0.002)
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", ["patches", "wide depthwise"])
+def test_channels_last_images(name: str) -> None:
+    images, *rest = _arguments(**_SHAPES[name])
+    _check((images.to(memory_format=torch.channels_last), *rest), 0.02)
+
+
+@pytest.mark.skipif(runs_in_onednn(torch.bfloat16), reason="oneDNN runs them")
+@pytest.mark.parametrize("name", ["patches", "one tap", "groups", "dilated", "sequence", "volume"])
+def test_the_kernels_of_torch(name: str) -> None:
+    _check(_arguments(**_SHAPES[name], dtype=torch.bfloat16), 0.002)
+
+
+def test_one_tap_in_one_thread_copies_nothing() -> None:
+    _check(_arguments((64, 128), (14, 14), 1), 0)
