@@ -11,24 +11,21 @@ before the backward pass runs: an average of weights in ``on_before_zero_grad``,
 Here the backward graph gets the same. It reads views through a view that the forward graph saved,
 and computes results again from an alias that keeps its numbers: within :class:`KeepingHeld` they
 are copied before a write, and elsewhere such a write is an error.
-
-Private names used here were checked on torch 2.13 and 2.11: ``TorchDispatchMode``, ``_schema`` and
-``_version``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from lightning_unitscale.capture.aliasing import is_view
+from lightning_unitscale.capture.fake_device import DispatchMode
 
 aten = torch.ops.aten
 _ATTRIBUTE = "_lightning_unitscale_held"
@@ -83,7 +80,7 @@ def held(alias: Tensor) -> Tensor:
     )
 
 
-class KeepingHeld(TorchDispatchMode):
+class KeepingHeld(DispatchMode):
     """Mode that copies the numbers that backward passes need before they are written."""
 
     @classmethod
@@ -142,7 +139,8 @@ def holding_inputs(partition: Callable[..., Any]) -> Callable[..., Any]:
 
 def hold_inputs(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
     """Save views and aliases of inputs instead of the inputs, in both graphs of a step."""
-    saved = {node.name for node in forward.output_node().args[0][num_outputs:] if node is not None}
+    outputs = cast("Sequence[Any]", forward.output_node().args[0])
+    saved = {node.name for node in outputs[num_outputs:] if node is not None}
     given = {node.name: node for node in forward.find_nodes(op="placeholder")}
     for node in backward.find_nodes(op="placeholder"):
         source = given.get(node.name)
@@ -232,7 +230,8 @@ class _SavedInput:
     def _outputs(self) -> tuple[list[Any], list[Any] | None]:
         output = self.forward.output_node()
         descriptions = output.meta.get("desc")
-        return list(output.args[0]), None if descriptions is None else list(descriptions)
+        nodes = list(cast("Sequence[Any]", output.args[0]))
+        return nodes, None if descriptions is None else list(descriptions)
 
     def _set_outputs(self, outputs: list[Any], descriptions: list[Any] | None) -> None:
         output = self.forward.output_node()

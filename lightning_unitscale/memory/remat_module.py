@@ -84,7 +84,7 @@ def plan_remat(
         assert isinstance(function, nn.Module)
         problem = traced_problem(function, *args, device=device, cost_model=cost_model, **kwargs)
         planner = Planner(problem, resident_bytes=resident_bytes)
-    where = device or next((tensor.device.type for tensor in given), "cpu")
+    where: str = device or next((tensor.device.type for tensor in given), "cpu")
     link = link_of(where) if offload == "host" else offload
     return replace(planner, link=link).plan(budget)
 
