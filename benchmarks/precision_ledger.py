@@ -5,11 +5,11 @@ each matmul, and each is measured alone: the change of the loss with one forward
 rounded, and the error of the gradient with one backward computation rounded. Random halves of the
 computations are exempted as well, and the change that this makes is predicted and measured.
 
-Rounding to nearest draws its errors by chance: a grid at another place gives others. The change of
-the loss is therefore measured on several grids (``grid="moving"``), and the noise floor is the
-standard error of their mean, the median over the lists. The prediction is the lasting damage. The
-error of the gradient is that of one step on one grid, and its noise floor is the effect of moving
-all weights by a millionth, again the median.
+Rounding to nearest draws its errors by chance: a grid at another place gives others. The damage of
+one computation to the loss is measured in one step, as the report predicts it. Changes that lists
+of exemptions make are means over several places of the grid (``grid="moving"``), as are errors of
+the gradient. The noise floor of the loss is the standard error of the mean, the median over the
+lists. That of the gradient is the effect of moving all weights by a millionth, again the median.
 ``--training`` compares sets of equal FLOPs in trainings: the report's set, and the first and last
 layers.
 
@@ -45,15 +45,20 @@ from benchmarks.small_models import ResNetLoss
 from examples.text import TextDataModule
 from lightning_unitscale.matmuls.computations import Exemption
 from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
+from lightning_unitscale.precision.ledger import Key
 from lightning_unitscale.precision.measured_step import Effort
 from lightning_unitscale.precision.meter import Meter, metering
+from lightning_unitscale.precision.predicted_damage import num_places
 from lightning_unitscale.precision.report import PrecisionReport
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 
 FORMATS = ("E4M3FN", "E2M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4")
+STEPS = {"GPT": 200, "ResNet": 60}  # of training before the report
 NUM_LISTS = 30
-NUM_GRIDS = 16  # for the loss
-EFFORT = Effort(directions=64, pairs=16)
+NUM_MOVED = 8  # lists that are measured again, for the gradient's noise
+EFFORT = Effort(directions=64, pairs=32)
+NUM_GRIDS = EFFORT.pairs  # places of the grid, for the loss
+PLACES = num_places(EFFORT, is_moving=True)  # for the gradient
 MOVED = 1e-6  # relative change of the weights, by which the gradient's noise is measured
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
@@ -106,12 +111,16 @@ def train(module: nn.Module, batches: Batches, steps: range, rate: float = 2e-3)
 
 def alone(meter: Meter, report: PrecisionReport, format: str) -> dict[str, Any]:
     """Predicted and measured damage of each computation on its own."""
-    pairs: dict[str, list[tuple[float, float]]] = {"loss": [], "gradient": []}
+    pairs: dict[str, list[tuple[float, float]]] = {"loss": [], "mean loss": [], "gradient": []}
     for row in report.rows_of(format):
-        measure = meter.loss_change if row.is_forward else meter.gradient_error
         key = (row.name, row.computation)
-        measured = measure(format, lambda other, key=key: other == key)
-        pairs["loss" if row.is_forward else "gradient"].append((row.loss_change, measured))
+        if row.is_forward:
+            changes = loss_changes(meter, format, lambda other, key=key: other == key)
+            pairs["loss"].append((row.loss_change, changes[0]))
+            pairs["mean loss"].append((row.lasting, statistics.mean(changes)))
+        else:
+            error = meter.gradient_error(format, lambda other, key=key: other == key, PLACES)
+            pairs["gradient"].append((row.lasting, error))
     return {
         kind: {
             "spearman": float(spearmanr(*zip(*values, strict=True)).statistic),
@@ -126,12 +135,12 @@ def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, 
     """What random exemptions change, predicted and measured, for loss and gradient."""
     rows = report.rows_of(format)
     generator, found = random.Random(0), []
-    everything, whole = loss_changes(meter, format, frozenset()), report.together[format]
+    everything, whole = loss_changes(meter, format, lambda _: True), report.together[format]
     for _ in range(NUM_LISTS):
         exempt = frozenset((row.name, row.computation) for row in rows if generator.random() < 0.5)
-        rest = loss_changes(meter, format, exempt)
+        rest = loss_changes(meter, format, lambda key, exempt=exempt: key not in exempt)
         changes = [before - after for before, after in zip(everything, rest, strict=True)]
-        error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt)
+        error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt, PLACES)
         predicted = report.predicted_gain(tuple(exempt), format)
         found.append(
             {
@@ -146,12 +155,12 @@ def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, 
     return found
 
 
-def loss_changes(meter: Meter, format: str, exempt: frozenset[Exemption]) -> list[float]:
-    """The change of the loss on several grids."""
+def loss_changes(meter: Meter, format: str, is_rounded: Callable[[Key], bool]) -> list[float]:
+    """The change of the loss at several places of the grid."""
     changes = []
     for place in range(NUM_GRIDS):
         meter.move_grids(place)
-        changes.append(meter.loss_change(format, lambda key: key not in exempt))
+        changes.append(meter.loss_change(format, is_rounded))
     meter.move_grids(0)
     return changes
 
@@ -166,10 +175,12 @@ def add_gradient_noise(
             parameter.mul_(1.0 + MOVED)
     own = SimulateFormat(format, format, grid="moving")
     with metering(moved, batch, {}, (format,), own=own) as meter:
-        whole = meter.gradient_error(format, lambda key: True)
-        for one in found:
+        whole = meter.gradient_error(format, lambda key: True, PLACES)
+        for one in found[:NUM_MOVED]:
             exempt = set(one["exempt"])
-            error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt)
+            error = meter.gradient_error(
+                format, lambda key, exempt=exempt: key not in exempt, PLACES
+            )
             one["gradient_noise"] = abs(whole - error - one["gradient"])
 
 
@@ -178,7 +189,7 @@ def within(found: Sequence[dict[str, float]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for kind in ("loss", "gradient"):
         # The median, since the standard error of a few grids is itself uncertain.
-        floor = statistics.median(one[f"{kind}_noise"] for one in found)
+        floor = statistics.median(one[f"{kind}_noise"] for one in found if f"{kind}_noise" in one)
         above = [one for one in found if abs(one[kind]) > 10 * floor]
         result |= {
             f"{kind}_floor": floor,
@@ -220,6 +231,7 @@ def summary_row(found: dict[str, Any]) -> tuple[str, ...]:
     one, exemptions = found["alone"], found["exemptions"]
     return (
         f"{one['loss']['spearman']:.2f}",
+        f"{one['mean loss']['spearman']:.2f}",
         f"{one['gradient']['spearman']:.2f}",
         f"{exemptions['loss_floor']:.1e}",
         f"{exemptions['loss_within']} of {exemptions['loss_above']}",
@@ -287,8 +299,7 @@ def main() -> None:
     """Measure, print tables and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS[:3]), choices=FORMATS)
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS / "precision_ledger.json")
     options = parser.parse_args()
@@ -298,13 +309,13 @@ def main() -> None:
         results["training"] = trainings(200)
     else:
         for name in options.models:
-            results.setdefault(name, {}).update(predict(name, options.steps, options.formats))
+            results.setdefault(name, {}).update(predict(name, STEPS[name], options.formats))
         rows = [
             (name, format, *summary_row(results[name][format]))
             for name in options.models
             for format in options.formats
         ]
-        headers = ("model", "format", "order, loss", "order, gradient")
+        headers = ("model", "format", "order, loss", "order, mean loss", "order, gradient")
         lists_of = ("floor, loss", "within 20 %", "floor, gradient", "within 20 %")
         print(tabulate(rows, (*headers, *lists_of)))
     options.output.write_text(json.dumps(results, indent=1) + "\n")

@@ -298,7 +298,9 @@ class TangentPass:
     formats: Mapping[str, SimulatedMatmuls]
     moved: Sequence[dict[tuple[str, int], Tensor]]  # operands at other parameters
     step: float  # by which the parameters were moved
+    measures_added: bool = False
     products: Numbers = field(default_factory=dict)  # <d, J r> by direction, format and key
+    added: Numbers = field(default_factory=dict)  # energies of errors, by format and key
     _tangents: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
     def __call__(self, visit: Visit) -> Any:
@@ -313,19 +315,29 @@ class TangentPass:
                         ((operands.pop(place).float() - before) / self.step).to(_KEPT)
                         for operands in self.moved
                     ]
-        elif wanted := self._wanted(visit):
-            exact = visit.gradients(visit.exact)
+        elif (wanted := self._wanted(visit)) or self.measures_added:
             for word, format in self.formats.items():
-                rounded = visit.gradients(visit.rounded(format))
-                for computation, index in wanted:
-                    error = rounded[index].float() - exact[index].float()
+                result = visit.rounded(format)
+                self._multiply(visit, word, wanted, result)
+                for computation in visit.computations if self.measures_added else ():
+                    parts = visit.of(computation, result), visit.of(computation, visit.exact)
                     key = visit.site.name, computation
-                    for number, tangent in enumerate(self._tangents[visit.site.name, index]):
-                        product = dot(error, tangent)
-                        if (sum_before := self.products.get((number, word, key))) is not None:
-                            product = product + sum_before
-                        self.products[number, word, key] = product
+                    self.added[word, key] = energy(_differences(*parts))
         return visit.exact
+
+    def _multiply(
+        self, visit: Visit, word: str, wanted: Sequence[tuple[Computation, int]], result: Any
+    ) -> None:
+        """Multiply the errors of a rounded result by the tangents of the operands."""
+        rounded, exact = visit.gradients(result), visit.gradients(visit.exact)
+        for computation, index in wanted:
+            error = rounded[index].float() - exact[index].float()
+            key = visit.site.name, computation
+            for number, tangent in enumerate(self._tangents[visit.site.name, index]):
+                product = dot(error, tangent)
+                if (sum_before := self.products.get((number, word, key))) is not None:
+                    product = product + sum_before
+                self.products[number, word, key] = product
 
     def _wanted(self, visit: Visit) -> list[tuple[Computation, int]]:
         """Return the operands with tangents, and the computation of their gradient."""

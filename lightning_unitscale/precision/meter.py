@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -38,7 +39,12 @@ from lightning_unitscale.precision.ledger import (
     relative,
 )
 from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
-from lightning_unitscale.precision.predicted_damage import gradient_products, loss_damage, read
+from lightning_unitscale.precision.predicted_damage import (
+    gradient_products,
+    loss_damage,
+    num_places,
+    read,
+)
 from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
 
 DEFAULT_FORMATS = ("E4M3FN",)
@@ -84,7 +90,8 @@ def precision_report(
         exempt: Computations that are exempt when all are rounded together, as for :class:`FP8`.
         directions: Directions over which errors of the gradient are averaged. The relative standard
             error of one prediction is at most ``sqrt(1 / (2 * directions))``.
-        pairs: Pairs of steps over which the loss's second order is averaged.
+        pairs: Pairs of steps over which the loss's second order is averaged. On a moving grid, each
+            has a place of its own, and errors of the gradient are averaged over up to 8 of these.
         context: Context of the forward pass, such as an autocast.
         **kwargs: Keyword arguments of the step.
 
@@ -237,19 +244,29 @@ class Meter:
             inherited.update(rounded.inherited)
         return loss - self.loss
 
-    def gradient_error(self, format: str, is_rounded: Callable[[Key], bool]) -> float:
-        """Measure the gradient's error with some backward computations rounded at once."""
+    def gradient_error(
+        self, format: str, is_rounded: Callable[[Key], bool], places: int = 1
+    ) -> float:
+        """Measure the gradient's error with some backward computations rounded at once.
+
+        It is the root of the mean square over some places of a moving grid.
+        """
         rounded = TogetherPass(
             self.formats[format], lambda key: key[1] != _FORWARD and is_rounded(key)
         )
-        with self._step.watched():
-            _, gradients = self._step.run(rounded)
-        apart = [
-            one.float() - other.float()
-            for one, other in zip(gradients, self._gradients, strict=True)
-            if one is not None and other is not None
-        ]
-        return relative(float(energy(apart)), self.gradient_energy)
+        squares = []
+        for place in range(places):
+            self.move_grids(place)
+            with self._step.watched():
+                _, gradients = self._step.run(rounded)
+            apart = [
+                one.float() - other.float()
+                for one, other in zip(gradients, self._gradients, strict=True)
+                if one is not None and other is not None
+            ]
+            squares.append(float(energy(apart)))
+        self.move_grids(0)
+        return relative(statistics.mean(squares), self.gradient_energy)
 
     def report(self, effort: Effort, exempt: Sequence[Exemption] = ()) -> PrecisionReport:
         """Predict the damage of each computation, and measure that of all of them."""
@@ -263,13 +280,17 @@ class Meter:
         together: dict[str, Together] = {}
         rows: list[LedgerRow] = []
         with self._step.watched():
-            gradients = gradient_products(self._step, self.formats, self.base.eps, effort)
+            gradients = gradient_products(
+                self._step, self.formats, self.base.eps, effort, self.move_grids
+            )
+            places = num_places(effort, is_moving=self.move_grids(0))
             for word, format in self.formats.items():
                 loss = loss_damage(self._step, format, effort, self.move_grids)
                 self.move_grids(0)
                 inherited: Numbers = {}
                 change = self.loss_change(word, is_rounded, inherited)
-                together[word] = Together(change, self.gradient_error(word, is_rounded))
+                error = self.gradient_error(word, is_rounded, places)
+                together[word] = Together(change, error)
                 rows += self._rows(word, loss, gradients[word], read(inherited))
         return PrecisionReport(self.loss, tuple(rows), together, tuple(exempt), self.cost_steps)
 

@@ -24,6 +24,9 @@ from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 _DIRECTIONS_AT_ONCE = 4
 # Pairs from which the lasting part of the first order is estimated.
 _FEWEST_PAIRS = 4
+# Places of a moving grid that errors of the gradient are averaged over. On a single one, errors of
+# different matmuls are not independent.
+_MOST_PLACES = 8
 
 
 def loss_damage(
@@ -76,24 +79,45 @@ def _lasting_part(first_orders: Sequence[float]) -> float:
     return mean * max(1.0 - noise / mean**2, 0.0) if mean else 0.0
 
 
+def num_places(effort: Effort, *, is_moving: bool) -> int:
+    """Return over how many places of the grid errors of the gradient are averaged."""
+    steps = math.ceil(effort.directions / _DIRECTIONS_AT_ONCE)
+    return min(effort.pairs, steps, _MOST_PLACES) if is_moving else 1
+
+
 def gradient_products(
-    step: MeasuredStep, named: Mapping[str, SimulatedMatmuls], eps: float, effort: Effort
+    step: MeasuredStep,
+    named: Mapping[str, SimulatedMatmuls],
+    eps: float,
+    effort: Effort,
+    move_grids: Callable[[int], bool],
 ) -> dict[str, dict[Key, float]]:
-    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents."""
+    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents.
+
+    If the grid moves, errors are averaged over several places, and the squares of the other
+    errors are there as well.
+    """
     sums: dict[str, dict[Key, float]] = {word: {} for word in named}
+    others: dict[str, dict[Key, float]] = {word: {} for word in named}
     distance = step.rms * math.sqrt(eps)
-    for first in range(0, effort.directions, _DIRECTIONS_AT_ONCE):
+    places = num_places(effort, is_moving=move_grids(0))
+    for number, first in enumerate(range(0, effort.directions, _DIRECTIONS_AT_ONCE)):
+        move_grids(number % places)
         moved = []
         for index in range(first, min(first + _DIRECTIONS_AT_ONCE, effort.directions)):
             moved.append(MovedPass())
             with step.moved(index, distance):
                 step.run(moved[-1], is_forward=True)
-        tangents = TangentPass(named, [each.operands for each in moved], distance)
+        operands, is_new_place = [each.operands for each in moved], 1 < places > number
+        tangents = TangentPass(named, operands, distance, measures_added=is_new_place)
         step.run(tangents)
         for (_, word, key), product in read(tangents.products).items():
             mean = product**2 / effort.directions
             sums[word][key] = sums[word].get(key, 0.0) + mean
-    return sums
+        for (word, key), square in read(tangents.added).items():
+            others[word][key] = others[word].get(key, 0.0) + square / places
+    move_grids(0)
+    return {word: others[word] | sums[word] for word in named}
 
 
 def read(numbers: Numbers) -> dict[Any, float]:

@@ -34,7 +34,7 @@ from lightning_unitscale.tensorboard.run_pair import Doubles, PairHistory, RunPa
 
 # Relative difference of what is equal in exact numbers: another order of sums, a perturbation of
 # 1e-6 that many operations have amplified.
-_FLOOR: Final = 1e-3
+_FLOOR: Final = 2e-3
 _ROUNDING: Final[dict[Direction, float]] = {"forward": 0.6, "backward": 1.2}
 # Master weights are rounded to the type of the step at most.
 _OF_PARAMETERS: Final = 0.1

@@ -98,8 +98,10 @@ def test_the_gain_of_exemptions_is_the_measured_one(trained):
             noise = float(changes.std()) / len(grids) ** 0.5
             expected = pytest.approx(float(changes.mean()), rel=0.25, abs=3 * noise)
             assert gain.loss_change == expected
-            rest = meter.gradient_error("E2M1FN", lambda key, exempt=exempt: key not in exempt)
+            # Over the places of the report: on a single one, errors are not independent.
+            rest = meter.gradient_error("E2M1FN", lambda key, exempt=exempt: key not in exempt, 8)
             error = report.together["E2M1FN"].gradient_error
+            assert error == meter.gradient_error("E2M1FN", lambda key: True, 8)
             assert gain.gradient_error == pytest.approx(error - rest, rel=0.25)
 
 
@@ -168,6 +170,26 @@ def test_gradient_errors_of_weights_are_exact(trained):
             key = row.name, row.computation
             measured = meter.gradient_error("E4M3FN", lambda other, key=key: other == key)
             assert row.loss_change == pytest.approx(measured, rel=1e-3)
+
+
+def test_on_a_moving_grid_gradient_errors_of_weights_are_averaged_over_places(trained):
+    module, batch = trained
+    own = SimulateFormat("E2M1FN", "E2M1FN", grid="moving")
+    with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
+        report = meter.report(Effort(directions=12, pairs=3))
+        (row,) = (
+            each
+            for each in report.rows_of()
+            if (each.name, each.computation) == ("up.linear", "weight_gradient")
+        )
+
+        def error(places):
+            return meter.gradient_error(
+                "E2M1FN", lambda key: key == (row.name, row.computation), places
+            )
+
+        assert row.lasting == pytest.approx(error(3), rel=1e-3)
+        assert row.lasting != pytest.approx(error(1), rel=1e-3)
 
 
 def test_the_module_stays_as_it_is(trained):
