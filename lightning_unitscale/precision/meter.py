@@ -40,6 +40,7 @@ from lightning_unitscale.precision.ledger import (
 )
 from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 from lightning_unitscale.precision.predicted_damage import (
+    FEWEST_PAIRS,
     gradient_products,
     loss_damage,
     num_places,
@@ -244,6 +245,19 @@ class Meter:
             inherited.update(rounded.inherited)
         return loss - self.loss
 
+    def lasting_change(
+        self, format: str, is_rounded: Callable[[Key], bool], places: int
+    ) -> float | None:
+        """Measure the mean of ``loss_change`` over places of a moving grid, if there are enough."""
+        if places < FEWEST_PAIRS or not self.move_grids(0):
+            return None
+        changes = []
+        for place in range(places):
+            self.move_grids(place)
+            changes.append(self.loss_change(format, is_rounded))
+        self.move_grids(0)
+        return statistics.mean(changes)
+
     def gradient_error(
         self, format: str, is_rounded: Callable[[Key], bool], places: int = 1
     ) -> float:
@@ -290,7 +304,8 @@ class Meter:
                 inherited: Numbers = {}
                 change = self.loss_change(word, is_rounded, inherited)
                 error = self.gradient_error(word, is_rounded, places)
-                together[word] = Together(change, error)
+                lasting = self.lasting_change(word, is_rounded, effort.pairs)
+                together[word] = Together(change, error, lasting)
                 rows += self._rows(word, loss, gradients[word], read(inherited))
         return PrecisionReport(self.loss, tuple(rows), together, tuple(exempt), self.cost_steps)
 

@@ -22,8 +22,8 @@ from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 
 # Directions whose tangents are in memory at the same time.
 _DIRECTIONS_AT_ONCE = 4
-# Pairs from which the lasting part of the first order is estimated.
-_FEWEST_PAIRS = 4
+# Pairs from which lasting parts are estimated.
+FEWEST_PAIRS = 4
 # Places of a moving grid that errors of the gradient are averaged over. On a single one, errors of
 # different matmuls are not independent.
 _MOST_PLACES = 8
@@ -72,7 +72,7 @@ def _lasting_part(first_orders: Sequence[float]) -> float:
         James and Stein, "Estimation with Quadratic Loss" (1961), the estimator for one mean, with
         a factor that is not negative.
     """
-    if len(first_orders) < _FEWEST_PAIRS:
+    if len(first_orders) < FEWEST_PAIRS:
         return 0.0
     mean = statistics.mean(first_orders)
     noise = statistics.variance(first_orders) / len(first_orders)

@@ -65,6 +65,8 @@ class Together:
 
     loss_change: float
     gradient_error: float  # relative; all backward computations rounded, the forward pass not
+    # Mean change of the loss over places of a moving grid, if the report had at least four pairs.
+    lasting: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,10 @@ class PrecisionReport:
     def predicted_gain(self, exempt: Sequence[Exemption], format: str | None = None) -> Together:
         """Predict what else is gained if some computations are exempt, on average over steps.
 
-        The loss falls by the lasting damage of these computations. They also have a share of the
-        gradient's squared error. The error that was measured with everything rounded is divided in
-        the same shares, since it differs from the sum of the parts: rounded results are rounded
-        again.
+        These computations have shares of the lasting damage to the loss and of the gradient's
+        squared error. What was measured with everything rounded is divided in the same shares,
+        since it differs from the sum of the parts: rounded results are rounded again. Without a
+        measured mean change of the loss, the loss falls by their lasting damage.
         """
         word = self.formats[0] if format is None else format
         before, exemptions = Exemptions(self.exempt), Exemptions(exempt)
@@ -123,8 +125,12 @@ class PrecisionReport:
         squares = {row: row.lasting**2 for row in rows if not row.is_forward}
         left = sum(square for row, square in squares.items() if row not in set(gone))
         share = left / max(sum(squares.values()), 1e-300)
+        measured, parts = self.together[word].lasting, sum(r.lasting for r in rows if r.is_forward)
+        falls = sum(row.lasting for row in gone if row.is_forward)
+        if measured is not None and measured > 0.0 and parts > 0.0:
+            falls *= measured / parts
         return Together(
-            sum(row.lasting for row in gone if row.is_forward),
+            falls,
             self.together[word].gradient_error * (1.0 - math.sqrt(share)) if squares else 0.0,
         )
 

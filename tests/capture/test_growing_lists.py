@@ -306,6 +306,8 @@ def test_what_is_only_appended_to(kind: type[Base], names: set[str]) -> None:
 
 
 def test_where_the_step_runs_optimizers_any_hook_may_look() -> None:
-    module: Any = Appends()
-    module.automatic_optimization = False
+    class Manual(Appends):
+        automatic_optimization = False
+
+    module = Manual()
     assert only_appended_to(module, module.training_step, {"outputs"}) == set()

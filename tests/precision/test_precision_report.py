@@ -91,6 +91,10 @@ def test_the_gain_of_exemptions_is_the_measured_one(trained):
             return torch.tensor(changes)
 
         before = loss_changes(set())
+        lasting = report.together["E2M1FN"].lasting
+        assert lasting == pytest.approx(float(before.mean()))
+        gains = [report.predicted_gain([(r.name, r.computation)]) for r in rows if r.is_forward]
+        assert sum(gain.loss_change for gain in gains) == pytest.approx(lasting)
         for chosen in (rows[::2], rows[1::2]):
             exempt = [(row.name, row.computation) for row in chosen]
             gain = report.predicted_gain(exempt)
