@@ -242,10 +242,12 @@ def check_rounding(rounding: object, *, argument: str = "rounding") -> None:
 
 
 def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) -> Tensor:
-    if generator is None or isinstance(generator, torch.Generator):
-        return rounding_keys(1, generator, device=device)[0]
-    expected = "a torch.Generator or a row of rounding_keys()"
-    check_instance("generator", generator, Tensor, expected, "pass one of them")
+    # First, since Dynamo (2.14) cannot ask whether a tensor is a generator.
+    if not isinstance(generator, Tensor):
+        if generator is None or isinstance(generator, torch.Generator):
+            return rounding_keys(1, generator, device=device)[0]
+        expected = "a torch.Generator or a row of rounding_keys()"
+        check_instance("generator", generator, Tensor, expected, "pass one of them")
     if generator.shape != (2,) or generator.dtype != torch.int64:
         raise ValueError(
             f"generator of shape {tuple(generator.shape)} and {generator.dtype}: no key of a "

@@ -54,6 +54,10 @@ def line_of(node: fx.Node) -> tuple[str, str] | None:
     return found[-1] if found else None
 
 
+# Operators by which Dynamo (2.14) reads attributes of a tensor.
+_ATTRIBUTES = {"numpy_T": "T", "matrix_H": "H"}
+
+
 def op_name(node: fx.Node) -> str:
     """Return the operation's short name, the same for a function, a method and an operator."""
     if node.op == "call_method":
@@ -64,6 +68,7 @@ def op_name(node: fx.Node) -> str:
         name = getattr(node.target, "__name__", str(node.target))
     # Dynamo's own forms of methods of distributed tensors (torch 2.11).
     name = name.removeprefix("prim_").removeprefix("prim ")
+    name = _ATTRIBUTES.get(name, name)
     return name.split(".")[0].strip("_") or name
 
 
