@@ -58,6 +58,7 @@ NUM_LISTS = 30
 NUM_MOVED = 8  # lists that are measured again, for the gradient's noise
 EFFORT = Effort(directions=64, pairs=32)
 NUM_GRIDS = EFFORT.pairs  # places of the grid, for the loss
+OTHER_GRIDS = range(NUM_GRIDS, 3 * NUM_GRIDS)  # that the report does not use, for lists
 PLACES = num_places(EFFORT, is_moving=True)  # for the gradient
 MOVED = 1e-6  # relative change of the weights, by which the gradient's noise is measured
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -135,10 +136,13 @@ def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, 
     """What random exemptions change, predicted and measured, for loss and gradient."""
     rows = report.rows_of(format)
     generator, found = random.Random(0), []
-    everything, whole = loss_changes(meter, format, lambda _: True), report.together[format]
+    everything = loss_changes(meter, format, lambda _: True, OTHER_GRIDS)
+    whole = report.together[format]
     for _ in range(NUM_LISTS):
         exempt = frozenset((row.name, row.computation) for row in rows if generator.random() < 0.5)
-        rest = loss_changes(meter, format, lambda key, exempt=exempt: key not in exempt)
+        rest = loss_changes(
+            meter, format, lambda key, exempt=exempt: key not in exempt, OTHER_GRIDS
+        )
         changes = [before - after for before, after in zip(everything, rest, strict=True)]
         error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt, PLACES)
         predicted = report.predicted_gain(tuple(exempt), format)
@@ -146,7 +150,7 @@ def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, 
             {
                 "exempt": sorted(exempt),
                 "loss": statistics.mean(changes),
-                "loss_noise": statistics.stdev(changes) / math.sqrt(NUM_GRIDS),
+                "loss_noise": statistics.stdev(changes) / math.sqrt(len(OTHER_GRIDS)),
                 "loss_predicted": predicted.loss_change,
                 "gradient": whole.gradient_error - error,
                 "gradient_predicted": predicted.gradient_error,
@@ -155,10 +159,15 @@ def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, 
     return found
 
 
-def loss_changes(meter: Meter, format: str, is_rounded: Callable[[Key], bool]) -> list[float]:
+def loss_changes(
+    meter: Meter,
+    format: str,
+    is_rounded: Callable[[Key], bool],
+    places: range = range(NUM_GRIDS),
+) -> list[float]:
     """The change of the loss at several places of the grid."""
     changes = []
-    for place in range(NUM_GRIDS):
+    for place in places:
         meter.move_grids(place)
         changes.append(meter.loss_change(format, is_rounded))
     meter.move_grids(0)
