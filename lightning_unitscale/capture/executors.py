@@ -89,12 +89,13 @@ def execute_with(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    drawn: set[str] = set()
+    of_forward: set[str] = set()  # names of nodes
 
     def compile_one(one: fx.GraphModule, *args: Any, **options: Any) -> Any:
         if options.get("is_backward"):
-            _drop_unread_draws(one.graph, drawn)
-        drawn.update(node.name for node in one.graph.nodes)
+            _drop_unread_draws(one.graph, of_forward)
+        else:
+            of_forward.update(node.name for node in one.graph.nodes)
         join_rows(one)
         keep_workspaces(one.graph)
         one.recompile()
