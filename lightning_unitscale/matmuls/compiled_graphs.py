@@ -110,6 +110,7 @@ class _Factors:
 
     exponents: list[int]
     known: list[tuple[Any, ...]] = field(default_factory=list)  # the units behind them
+    are_all_known: bool = False  # no operand is still to be measured
     # By device: the factors, and their exponents.
     written: dict[torch.device, tuple[Tensor, list[int]]] = field(default_factory=dict)
 
@@ -170,6 +171,7 @@ class CompiledGraph(GraphRuns):
             now.factors = self._factors_of(now.run)
             if now.run is not None:
                 now.run.exponents = now.factors.exponents
+                now.run.are_all_known = now.factors.are_all_known
         now.operators.add(operator)
         return now.factors
 
@@ -193,12 +195,10 @@ class CompiledGraph(GraphRuns):
         known = [(s.log2_units, s.log2_gamma, *s.plain.values()) for s in sites.values()]
         if known != factors.known:
             factors.known = known
-            factors.exponents = [
-                exponent
-                for matmul in self.matmuls
-                if isinstance(matmul, CompiledMatmul)
-                for exponent in matmul.exponents(sites[matmul.forward])
-            ]
+            scaled = [matmul for matmul in self.matmuls if isinstance(matmul, CompiledMatmul)]
+            of_each = [(matmul, sites[matmul.forward]) for matmul in scaled]
+            factors.exponents = [e for matmul, site in of_each for e in matmul.exponents(site)]
+            factors.are_all_known = all(None not in matmul.known(site) for matmul, site in of_each)
         return factors
 
     def factors(self, device: torch.device, *, is_backward: bool) -> Tensor:
@@ -235,6 +235,8 @@ class CompiledGraph(GraphRuns):
         run = self._now.run
         session = None if run is None else run.session()
         if run is None or session is None or not session.is_open:
+            return
+        if run.are_all_known and session.counter is None and not session.units.is_looking:
             return
         # Keyed by the tensor's index and the exponent of its unit.
         extents: dict[tuple[int, int], Extent] = {}

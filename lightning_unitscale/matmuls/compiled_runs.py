@@ -71,6 +71,7 @@ class GraphRun:
     session: weakref.ref[MatmulSession]
     sites: dict[int, Site]  # by the number of the forward matmul in the graph
     exponents: list[int] = field(default_factory=list)  # of its factors
+    are_all_known: bool = False  # their units were measured before
 
 
 class GraphRuns:
