@@ -19,7 +19,7 @@ from lightning_unitscale.capture.patches import opened_layers
 from lightning_unitscale.matmuls import execute
 from lightning_unitscale.patching import shadowed
 from tests.engine_thread import backward_on_engine_thread
-from tests.helpers import assert_same_bits
+from tests.helpers import IS_TORCH_2_11, assert_same_bits
 from tests.matmuls.test_backward_only import Late
 
 NUM_STEPS = 4
@@ -252,6 +252,7 @@ def test_a_step_beside_a_compiler_has_its_units() -> None:
     assert_same_bits(beside[0][0], alone[0])
 
 
+@pytest.mark.skipif(IS_TORCH_2_11, reason="torch 2.11's fake tensors crash on two threads at once")
 @pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:The .* does not have many workers")
 @pytest.mark.parametrize("kind", ["min_cut", "u-mup"])
