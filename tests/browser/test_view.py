@@ -257,3 +257,15 @@ def test_names_keep_their_block_and_their_end(page, tmp_path):
         (chosen,) = page.texts("label:first-of-type option:checked")[:1]
         assert chosen.startswith("gpt_unit") and chosen.endswith("/version_12")
         assert len(chosen) <= 30
+
+
+def test_long_names_of_runs_leave_the_controls_in_one_line(page, tmp_path):
+    for name in ("a_run_with_a_long_name", "another_run_with_a_long_name"):
+        write(tmp_path / name / "version_0", [snapshot(step) for step in STEPS])
+    with page.served(tmp_path) as url:
+        page.open(url + FRAME)
+        bottoms = page.browser.evaluate(
+            "[...document.querySelectorAll('.controls > *')]"
+            ".map((one) => one.getBoundingClientRect().bottom)"
+        )
+    assert len(bottoms) == 7 and max(bottoms) - min(bottoms) < 2, bottoms
