@@ -273,7 +273,8 @@ class WatchedCall:
     def _note(self, tensor: Tensor, name: str, running: RunningFunction) -> None:
         """Make the row of a result."""
         word, caller, inputs = running.word, running.caller, running.inputs
-        if word in ALIASES or not is_readable(tensor):
+        is_dummy = not (inputs or tensor.numel() or tensor.grad_fn)  # of torch 2.11's checkpoints
+        if word in ALIASES or is_dummy or not is_readable(tensor):
             self._rows_of[tensor] = inputs
             return
         row = self._row(name, caller.path, inputs)

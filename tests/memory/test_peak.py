@@ -97,6 +97,7 @@ def test_bytes_of_sparse_tensors(layout: str) -> None:
     assert sum(storages_of(sparse).values()) >= sum(one.nbytes for one in parts)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 def test_the_state_of_an_optimizer_of_sparse_gradients() -> None:
     table = nn.Embedding(5, 6, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters())

@@ -238,8 +238,8 @@ def test_checkpoints_stand_in_line() -> None:
     plain = Call(function, nn.Linear(4, 4), nn.Linear(4, 4))
     model, x = track_scales(plain), torch.randn(5, 4)
     assert_same_bits(run(plain, x), run(model, x))
-    found = directions(model)
-    assert set(found.values()) == {"both"}
+    found = {name: one for name, one in directions(model).items() if not name.startswith("empty")}
+    assert set(found.values()) == {"both"}  # torch 2.11's checkpoints make empty tensors as well
     assert {"parts.0.linear", "relu", "parts.1.linear", "gelu", "sum"} <= found.keys()
     assert not any("checkpoint" in name for name in found)
 

@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from lightning_unitscale.transforms import deploy, lossless_unit_scale, track_scales, unit_scale
 from tests.callbacks.rule_runs import Classifier, fit, trainer_with
 from tests.callbacks.rule_runs import unit_scale as callback_of
+from tests.helpers import IS_TORCH_2_11
+
+EXPORTED = "by rules: it is exported"
+# Strict exports of torch 2.11 do not show the error.
+HIDDEN = "Observed exception" if IS_TORCH_2_11 else EXPORTED
 
 
 class Convolutions(nn.Module):
@@ -214,7 +219,7 @@ def test_an_export_of_the_scaled_module_itself_names_deploy(strict: bool) -> Non
     never_called, called = unit_scale(mlp()), unit_scale(mlp())
     called(x)
     for module in (never_called, called):
-        with pytest.raises(RuntimeError, match=r"by rules: it is exported\. .*\.deploy\(module"):
+        with pytest.raises(RuntimeError, match=rf"{EXPORTED}\. .*\.deploy\(module|{HIDDEN}"):
             torch.export.export(module, (x,), strict=strict)
         deploy_after = module(x)  # as if nothing had been asked for
         assert relative_error(deploy(module.eval(), x)(x), deploy_after) < 1e-6
@@ -255,5 +260,5 @@ def test_a_forward_that_is_no_single_graph_is_refused() -> None:
         match=r"Breaking\.forward cannot be captured as one graph: .*\. Keep it out",
     ):
         deploy(module, x)
-    with pytest.raises(RuntimeError, match="by rules: it is exported"):
+    with pytest.raises(RuntimeError, match=f"{EXPORTED}|{HIDDEN}"):
         torch.export.export(module, (x,), strict=True)
