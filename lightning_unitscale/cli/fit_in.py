@@ -102,8 +102,8 @@ class FitInCLI(ProfileCLI):
             check_count("batch", self.config.batch)
         if self._precision not in _PRECISIONS:
             raise misconfigured(
-                f"`precision={self._precision!r}`: its memory is not known. Expected one of "
-                f"{', '.join(_PRECISIONS)}. Pass --trainer.precision."
+                f"`precision={self._precision!r}`: fit-in cannot predict its memory. Expected one "
+                f"of {', '.join(_PRECISIONS)}. Pass --trainer.precision."
             )
         self._memory = self._memory_bytes()
 

@@ -175,8 +175,8 @@ def _named(
     """Return formats by name, on the same kind of grid as the module's own formats."""
     if isinstance(formats, str) or not formats:
         raise ValueError(
-            f"formats={shown(formats)}: no list of formats. Expected names such as ('E4M3FN',). "
-            "Pass a tuple of them."
+            f"formats={shown(formats)}: not a list of formats. Expected names such as "
+            "('E4M3FN',). Pass a tuple of them."
         )
     grid: Grid = "moving" if any(each.moving_grid is not None for each in own) else "fixed"
     named = {}
