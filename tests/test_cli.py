@@ -484,9 +484,9 @@ class TestProfileOfSeveralDevices:
     @pytest.mark.parametrize(
         ("strategy", "instead"),
         [
-            ("fsdp", "Take ModelParallelStrategy"),
-            ("deepspeed_stage_3", "Take ModelParallelStrategy"),
-            ("pipeline", "Take explain-pipeline"),
+            ("fsdp", "Use ModelParallelStrategy"),
+            ("deepspeed_stage_3", "Use ModelParallelStrategy"),
+            ("pipeline", "Use explain-pipeline"),
         ],
     )
     def test_others_are_refused(self, strategy: str, instead: str, project: str) -> None:

@@ -282,7 +282,7 @@ class SimulatedMatmuls(Numerics):
         if format is None:
             return wide
         key = None
-        if config.rounding_of(is_gradient=is_gradient) == "stochastic":
+        if (config.gradient_rounding if is_gradient else config.rounding) == "stochastic":
             # The same for all of an operand in a step.
             text = f"{config.seed}/{matmul.step}/{name}".encode()
             key = numbers_on(wide.device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
