@@ -72,9 +72,10 @@ _GROUPED = Roles(("mat_a", "mat_b"), ("mat_a", "mat_b"), ("bias",))
 _ROLES: dict[Any, Roles] = {
     torch.convolution: _WEIGHTED,
     torch.conv_tbc: _WEIGHTED,
-    torch._grouped_mm: _GROUPED,
-    F.grouped_mm: _GROUPED,
+    getattr(torch, "_grouped_mm", None): _GROUPED,
+    getattr(F, "grouped_mm", None): _GROUPED,
 }
+_ROLES.pop(None, None)
 # Operators of other libraries, known by name because the libraries may not be installed.
 _CUSTOM_OPERATORS = {
     # transformers 5 uses it for a mixture of experts if torch has no grouped matmul.
