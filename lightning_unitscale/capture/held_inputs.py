@@ -16,15 +16,15 @@ are copied before a write, and elsewhere such a write is an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from lightning_unitscale.capture.aliasing import is_view
+from lightning_unitscale.capture.aot_backend import written_by
 from lightning_unitscale.capture.fake_device import DispatchMode
 from lightning_unitscale.capture.graph_nodes import first_operation
 
@@ -103,15 +103,6 @@ def keep_before_write(tensor: Tensor) -> None:
     """Copy what backward passes need of a tensor that is about to be written."""
     for one in list(_LIVE):
         one.keep(tensor)
-
-
-def written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a call of an operator writes into, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else options.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def version_of(tensor: Tensor) -> int:
