@@ -124,8 +124,8 @@ def quantize_blocks(
     resolved = get_format(format)
     if not isinstance(resolved, BlockFormat):
         raise ValueError(
-            f"format={resolved}: its numbers have no common scale. Expected a block format such "
-            "as 'MXFP8' or 'NVFP4'. Pass one, or call quantize()."
+            f"format={resolved}: not a block format. Expected a block format such as 'MXFP8' or "
+            "'NVFP4'. Pass one, or call quantize()."
         )
     check_flag("square", square)
     key = _checked_key(tensor, rounding, generator)
@@ -163,8 +163,8 @@ def _checked_axes(tensor: Tensor, axis: int | Sequence[int], *, is_square: bool)
     given = f"axis={shown(axis)}"
     if not axes or not all(type(one) is int and -dim <= one < dim for one in axes):
         raise ValueError(
-            f"{given}: no dimensions of a tensor of shape {tuple(tensor.shape)}. Expected numbers "
-            f"from {-dim} to {dim - 1}. Pass the dimension along which blocks lie."
+            f"{given}: not dimensions of a tensor of shape {tuple(tensor.shape)}. Expected "
+            f"numbers from {-dim} to {dim - 1}. Pass the dimension along which blocks lie."
         )
     axes = tuple(one % dim - dim for one in axes)
     if len(set(axes)) < len(axes):
@@ -189,8 +189,8 @@ def _check_tensor_scale(scale: object, format: BlockFormat) -> None:
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number or not least <= scale <= most:  # type: ignore[operator]
         raise ValueError(
-            f"{given}: no scale of a tensor. Expected a tensor, or a number from {least:.3g} to "
-            f"{most:.3g}. Pass 1.0 for numbers near 1, or leave it out."
+            f"{given}: not a scale of a tensor. Expected a tensor, or a number from {least:.3g} "
+            f"to {most:.3g}. Pass 1.0 for numbers near 1, or leave it out."
         )
 
 
@@ -250,8 +250,8 @@ def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) 
         check_instance("generator", generator, Tensor, expected, "pass one of them")
     if generator.shape != (2,) or generator.dtype != torch.int64:
         raise ValueError(
-            f"generator of shape {tuple(generator.shape)} and {generator.dtype}: no key of a "
-            "stochastic rounding. Expected a row of rounding_keys(), 2 numbers of torch.int64. "
+            f"generator of shape {tuple(generator.shape)} and {generator.dtype}: not a key for "
+            "stochastic rounding. Expected a row of rounding_keys(): 2 numbers of torch.int64. "
             "Pass rounding_keys(1)[0]."
         )
     return generator

@@ -200,7 +200,7 @@ def test_a_path_that_does_not_exist_is_one_clear_error(tiny: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
-    [("method", {"method": "u-mup", "loss_mult": -1.0}, r"^loss_mult=-1.0: no such factor. Exp"),
+    [("method", {"method": "u-mup", "loss_mult": -1.0}, r"^loss_mult=-1.0: not a factor. Exp"),
      ("precision", {"exclude": [""]}, r"^exclude=\[''\]: '' is not a pattern. Expected globs"),
      ("simulate", {"format": "FP7"}, r"^format='FP7': unknown number format. Expected one of"),
      ("remat", "many", r"^remat='many': not a budget. Expected bytes")],
@@ -484,9 +484,9 @@ class TestProfileOfSeveralDevices:
     @pytest.mark.parametrize(
         ("strategy", "instead"),
         [
-            ("fsdp", "Take ModelParallelStrategy"),
-            ("deepspeed_stage_3", "Take ModelParallelStrategy"),
-            ("pipeline", "Take explain-pipeline"),
+            ("fsdp", "Use ModelParallelStrategy"),
+            ("deepspeed_stage_3", "Use ModelParallelStrategy"),
+            ("pipeline", "Use explain-pipeline"),
         ],
     )
     def test_others_are_refused(self, strategy: str, instead: str, project: str) -> None:

@@ -307,7 +307,7 @@ def test_what_bad_input_gets() -> None:
         quantize(values, "FP16", "odd")
     with pytest.raises(ValueError, match=r"generator=.+: rounding='nearest' draws"):
         quantize(values, "FP16", "nearest", torch.Generator())
-    with pytest.raises(ValueError, match=r"generator of shape \(3,\) and torch.float32: no key"):
+    with pytest.raises(ValueError, match=r"generator of shape \(3,\) and torch.float32: not a key"):
         quantize(values, "FP16", "stochastic", values)
     with pytest.raises(TypeError, match=r"tensor of torch.int64: only floating-point numbers"):
         quantize(torch.arange(3), "FP16")

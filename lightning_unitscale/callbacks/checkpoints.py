@@ -102,19 +102,18 @@ def _check(
     trained = _taken_mark(checkpoint) or known or _mark_of_file(trainer)
     if trained not in (None, LOSSLESS) and trained != method:
         raise misconfigured(
-            f"method={method!r}: the checkpoint is of a model that was trained with "
-            f"method={trained!r}, whose weights are useless without its factors. Expected "
-            f"method={trained!r}. Pass that, or deploy the trained model first "
-            "(lightning_unitscale.transforms.deploy)."
+            f"method={method!r}: the checkpoint was trained with method={trained!r}, and its "
+            f"weights only work with the factors of that method. Expected method={trained!r}. "
+            "Pass that, or deploy the trained model first (lightning_unitscale.transforms.deploy)."
         )
     is_fit = trainer.state.fn == "fit" and checkpoint.get("global_step", 0) > 0
     if is_fit and method != LOSSLESS and trained in (None, LOSSLESS):
         how = "without UnitScaleCallback" if trained is None else f"with method={trained!r}"
         rank_zero_warn(
-            f"method={method!r}: the checkpoint is of a model that was trained {how}. "
-            "Setting its weights to unit scale makes another model, which does not fit the "
-            "optimizer's state. Expected a checkpoint of the same method. To continue with the "
-            f"trained model, pass method={LOSSLESS!r}."
+            f"method={method!r}: the checkpoint was trained {how}. Setting its weights to unit "
+            "scale changes the model, so the optimizer's state no longer fits. Expected a "
+            "checkpoint of the same method. To continue with the trained model, pass "
+            f"method={LOSSLESS!r}."
         )
 
 

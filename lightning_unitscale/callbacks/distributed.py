@@ -121,8 +121,8 @@ def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:
     """Refuse an option that takes a captured step apart if its tensors are distributed."""
     if (size := tensor_parallel_size(trainer)) > 1:
         raise misconfigured(
-            f"{option} with tensor_parallel_size={size}: captured steps then have distributed "
-            "tensors. AOTAutograd and Inductor would make other graphs of them. Expected "
+            f"{option} with tensor_parallel_size={size}: captured steps would have distributed "
+            "tensors, for which AOTAutograd and Inductor build other graphs. Expected "
             "tensor_parallel_size=1. Leave it out."
         )
 
@@ -131,8 +131,8 @@ def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instea
     """Refuse an option that needs whole parameters if each rank has only a part of them."""
     if is_lightning(trainer.strategy, "ModelParallelStrategy", "FSDPStrategy"):
         raise misconfigured(
-            f"{option}: it {why}, and with {type(trainer.strategy).__name__} a rank has a part of "
-            f"each parameter. Expected a strategy that does not shard them. Use {instead}."
+            f"{option}: it {why}, and with {type(trainer.strategy).__name__} each rank has only a "
+            f"part of each parameter. Expected a strategy that does not shard them. Use {instead}."
         )
 
 

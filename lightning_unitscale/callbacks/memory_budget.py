@@ -334,20 +334,20 @@ def _partitioner(
         return step_partitioner(trainer, module, budget, offload)
     if offload is not None:
         raise misconfigured(
-            f"offload={offload!r}: with ModelParallelStrategy a step is many graphs, and a value "
-            "is moved within one graph. Expected offload=None for RematCallback. Leave it out, or "
-            "use FSDP2's CPUOffloadPolicy for parameters."
+            f"offload={offload!r}: with ModelParallelStrategy a step is split into many graphs, "
+            "and a tensor is moved within one graph only. Expected offload=None for "
+            "RematCallback. Leave it out, or use FSDP2's CPUOffloadPolicy for parameters."
         )
     if callback.compile:
         raise misconfigured(
-            "compile=True: with ModelParallelStrategy a step is measured graph by graph, so "
-            "they run op by op. Expected compile=False for RematCallback. Leave it out."
+            "compile=True: with ModelParallelStrategy memory is measured graph by graph, so the "
+            "graphs run in eager mode. Expected compile=False for RematCallback. Leave it out."
         )
     if _is_profiled(trainer):
         raise misconfigured(
-            f"budget={budget!r}: with ModelParallelStrategy a step is measured, on a CPU by "
-            "torch's profiler, which can run only once at a time. Expected a Trainer without "
-            "PyTorchProfiler. Leave it out."
+            f"budget={budget!r}: with ModelParallelStrategy memory is measured by torch's "
+            "profiler on a CPU, and only one profiler can run at a time. Expected a Trainer "
+            "without PyTorchProfiler. Leave that profiler out."
         )
     return MeasuredPartitioner(budget)
 

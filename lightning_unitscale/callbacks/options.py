@@ -159,7 +159,7 @@ class FP8:
     def __post_init__(self) -> None:
         check_flag("evaluation", self.evaluation)
         advice = "pass 'widen' to check operands in every step"
-        check_choice("on_misfit", self.on_misfit, ("leave", "widen"), "no such reaction", advice)
+        check_choice("on_misfit", self.on_misfit, ("leave", "widen"), "not a reaction", advice)
         check_share("max_damage", self.max_damage)
         check_count("measured_from", self.measured_from)
         object.__setattr__(self, "exempt", checked_exempt(self.exempt))  # YAML has lists
@@ -243,8 +243,8 @@ class Simulate:
         if self._has_directions:
             if self.format != "fp8":
                 raise ValueError(
-                    f"format={shown(self.format)}: forward and backward name formats already. "
-                    "Expected one way to name them. Leave format out."
+                    f"format={shown(self.format)}: forward= and backward= already set the "
+                    "formats. Expected one way to set them. Leave format out."
                 )
             for name, each in (("forward", self.forward), ("backward", self.backward)):
                 if each is not None:
@@ -292,7 +292,7 @@ def as_fp8(precision: str | FP8 | None) -> FP8 | None:
     if not isinstance(precision, str) or precision != "fp8":
         raise ValueError(
             f"precision={shown(precision)}: unknown precision. Expected 'fp8', FP8(...) or None. "
-            "Other types are the Trainer's: pass Trainer(precision=...)."
+            "Set other precisions on the Trainer: Trainer(precision=...)."
         )
     return FP8()
 

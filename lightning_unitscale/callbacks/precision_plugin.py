@@ -239,7 +239,7 @@ def _checked_base(base: Any) -> Any:
     is_plugin = is_lightning(base, "Precision") and not isinstance(base, UnitScaledPrecision)
     if not (is_plugin or (isinstance(base, str) and base in _PLUGINS)):
         raise ValueError(
-            f"base={shown(base)}: no precision for the rest of the step. Expected one of "
+            f"base={shown(base)}: not a precision for the rest of the step. Expected one of "
             f"{', '.join(map(repr, _PLUGINS))} or a precision plugin of Lightning. Pass "
             "base='bf16-mixed'."
         )

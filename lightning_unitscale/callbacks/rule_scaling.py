@@ -138,9 +138,10 @@ class RuleScaling:
             )
         elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
             raise misconfigured(
-                f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
-                "the middle of the graph, so that nothing can be recomputed. Expected only one "
-                "of them with ModelParallelStrategy. Checkpoint the blocks yourself, or use DDP."
+                f"method={self._method!r} with RematCallback: FSDP gathers parameters in the "
+                "middle of the graph of a rule-based step, so nothing can be recomputed. Expected "
+                "only one of them with ModelParallelStrategy. Checkpoint the blocks yourself, or "
+                "use DDP."
             )
 
     def begin_batch(self, name: str, batch: Any, *indices: int) -> None:
@@ -174,7 +175,7 @@ class RuleScaling:
             if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
                 raise misconfigured(
                     f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
-                    "cannot be rehearsed on one batch. Expected a step that takes a batch. Use "
+                    "cannot be tried on one batch first. Expected a step that takes a batch. Use "
                     "method='lossless', or let the step take the batch."
                 )
             # Plans of an earlier evaluation are useless for training, because it has no gradients.
@@ -292,9 +293,9 @@ class RuleScaling:
             return True
         if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
             raise misconfigured(
-                f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
-                "without a loss of this step its readout cannot be found. Expected the "
-                "checkpoint that they come from. Pass it as ckpt_path to the Trainer."
+                f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, "
+                "but this step has no loss, from which to find the readout. Expected the "
+                "checkpoint of the weights. Pass it as ckpt_path to the Trainer."
             )
         return False
 
@@ -329,8 +330,8 @@ def rules_of(
         ):
             if not is_same(value, expected):
                 raise ValueError(
-                    f"{name}={shown(value)}: has no meaning for method='lossless', which changes "
-                    f"nothing. Expected {expected!r}. Leave {name} out."
+                    f"{name}={shown(value)}: has no effect with method='lossless', which changes "
+                    f"no result. Expected {expected!r}. Leave {name} out."
                 )
         return None
     if lr_scaling is not None:

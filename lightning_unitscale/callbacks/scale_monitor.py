@@ -130,14 +130,14 @@ class ScaleMonitor(StepsCallback):
         is_exact = isinstance(histograms, str) and histograms == "exact"
         if not isinstance(histograms, bool) and not is_exact:
             raise ValueError(
-                f"histograms={shown(histograms)}: no such choice. Expected True, False or 'exact'. "
-                "Leave it out for a sample of every tensor."
+                f"histograms={shown(histograms)}: not a choice. Expected True, False or 'exact'. "
+                "Leave it out to build histograms from a sample of every tensor."
             )
         check_choice(
             "tensorboard_tabs",
             tensorboard_tabs,
             TABS,
-            "no such choice",
+            "not a choice",
             "leave it out for what matmuls read",
         )
         self._patterns = NamePatterns(include, exclude)

@@ -231,14 +231,14 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
     found = {str(tensor.device) for tensor in tensors} - {"meta"}
     if found:
         raise ValueError(
-            f"`module={name}`: it is sharded, so that it cannot be copied, and on "
+            f"`module={name}`: it is sharded, so it cannot be copied, and it is on "
             f"{', '.join(sorted(found))}. Expected a module on meta. "
             'Create and shard it within `with torch.device("meta"):`.'
         )
     if device.type != "cpu" and any(map(_is_offloaded, module.modules())):
         raise ValueError(
             f"`module={name}`: FSDP keeps its shards on the CPU, which is not simulated. Expected "
-            "fully_shard without CPUOffloadPolicy. Shard it without for the profile."
+            "fully_shard without CPUOffloadPolicy. Shard it without the policy to profile it."
         )
     mode = SimulatedDevice(device)
     with mode:

@@ -259,16 +259,18 @@ class Writes(TorchDispatchMode):
         options = kwargs or {}
         self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                value = args[position] if position < len(args) else options.get(argument.name)
-                self.storages.update(
-                    tensor.untyped_storage()
-                    for tensor in tree_leaves(value)
-                    if isinstance(tensor, Tensor)
-                )
+            written = written_by(func, args, options)
+            self.storages.update(tensor.untyped_storage() for tensor in written)
         return func(*args, **options)
+
+
+def written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a call of an operator writes into, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else options.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 _KERNEL = torch.ops.aten._trilinear.default

@@ -250,7 +250,7 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         loss = func(*args, **kwargs)
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return loss if loss.dim() or not shape else loss.new_empty(shape).as_strided((), ())
-    if packet is getattr(aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
+    if packet is aten._grouped_mm and args[0].dtype != torch.bfloat16:
         # Fake tensors know the shapes for BF16 only, the kernels also other types (torch 2.13).
         in_bf16 = [
             value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -159,12 +159,7 @@ class Names:
                 self._assign(nested, frame, roots, seen)
 
     def _own(self, base: str, frame: int, seen: Counter[str]) -> str:
-        name = base
-        while name in seen:
-            # An input's name may equal the second ordinal of another name.
-            name = f"{base}_{seen[base]}"
-            seen[base] += 1
-        seen[name] += 1
+        name = unique_name(base, seen)
         if self._owner.setdefault(name, frame) != frame:
             name = f"{name}@{frame}"
         return name
@@ -262,6 +257,17 @@ def _replaced(value: Any, path: Path, new: Any) -> Any:
 def _input_name(node: fx.Node) -> str:
     name = re.sub(r"^[lLgG]_+|_+$", "", str(node.target))
     return re.sub(r"_+", "_", name) or "tensor"
+
+
+def unique_name(base: str, seen: Counter[str]) -> str:
+    """Return a name with an ordinal if another one in ``seen`` is equal, and count it there."""
+    name = base
+    while name in seen:
+        # An input's name may equal the second ordinal of another name.
+        name = f"{base}_{seen[base]}"
+        seen[base] += 1
+    seen[name] += 1
+    return name
 
 
 def first_operation(graph: fx.Graph) -> fx.Node:

@@ -16,16 +16,17 @@ are copied before a write, and elsewhere such a write is an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from lightning_unitscale.capture.aliasing import is_view
+from lightning_unitscale.capture.aot_backend import written_by
 from lightning_unitscale.capture.fake_device import DispatchMode
+from lightning_unitscale.capture.graph_nodes import first_operation
 
 aten = torch.ops.aten
 _ATTRIBUTE = "_lightning_unitscale_held"
@@ -36,7 +37,7 @@ class Held:
 
     def __init__(self, source: Tensor, alias: Tensor) -> None:
         self.source = source
-        self.version = _version_of(source)
+        self.version = version_of(source)
         self.alias = TensorWeakRef(alias)
         self.is_copied = False
 
@@ -70,7 +71,7 @@ def hold(source: Tensor) -> Tensor:
 def held(alias: Tensor) -> Tensor:
     """Return the numbers of the forward pass, in the backward pass."""
     found: Held | None = getattr(alias, _ATTRIBUTE, None)
-    if found is None or found.is_copied or _version_of(found.source) == found.version:
+    if found is None or found.is_copied or version_of(found.source) == found.version:
         return alias
     shape = "x".join(map(str, alias.shape)) or "without dimensions"
     raise RuntimeError(
@@ -104,16 +105,8 @@ def keep_before_write(tensor: Tensor) -> None:
         one.keep(tensor)
 
 
-def written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a call of an operator writes into, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else options.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written into. Inference tensors do not count writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -185,7 +178,7 @@ class _SavedInput:
             self._read_through(self._saved(aten.alias.default, "viewed"), viewed)
         if again:
             root = self._saved(hold, "held")
-            with self.backward.inserting_before(self._first_operation()):
+            with self.backward.inserting_before(first_operation(self.backward)):
                 numbers = self.backward.call_function(held, (root,))
             numbers.meta = dict(root.meta)
             self._read_through(numbers, again)
@@ -194,10 +187,6 @@ class _SavedInput:
                 self.backward.erase_node(view)
         if not self.given.users:
             self._drop()
-
-    def _first_operation(self) -> fx.Node:
-        nodes = self.backward.nodes
-        return next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
 
     def _saved(self, target: Any, name: str) -> fx.Node:
         """Save what a function returns for the input, beside the input."""

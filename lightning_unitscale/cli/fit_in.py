@@ -35,7 +35,7 @@ _STEPS = ("", "precision", "shards", "microbatch", "accumulated", "remat", "on t
           "extra FLOPs")  # fmt: skip
 # Ways to find the largest batch: as it is, with rematerialization, with copies to the host.
 _WAYS: tuple[dict[str, bool], ...] = ({}, {"remat": True}, {"offload": True})
-# An allowance for the driver, the CUDA context (some hundred MiB) and gaps between blocks.
+# An allowance for the driver, the CUDA context (a few hundred MiB) and gaps between blocks.
 _CONTEXT_BYTES = 2**30
 
 
@@ -102,8 +102,8 @@ class FitInCLI(ProfileCLI):
             check_count("batch", self.config.batch)
         if self._precision not in _PRECISIONS:
             raise misconfigured(
-                f"`precision={self._precision!r}`: its memory is not known. Expected one of "
-                f"{', '.join(_PRECISIONS)}. Pass --trainer.precision."
+                f"`precision={self._precision!r}`: fit-in cannot predict its memory. Expected one "
+                f"of {', '.join(_PRECISIONS)}. Pass --trainer.precision."
             )
         self._memory = self._memory_bytes()
 

@@ -127,9 +127,9 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
         return ProfiledJob("replicas", num_ranks=num_ranks, options=options)
     instead = "explain-pipeline" if issubclass(kind, GridStrategy) else "ModelParallelStrategy"
     raise MisconfigurationException(
-        f"`strategy={kind.__name__}` with `devices={devices!r}`: the content of one device is not "
-        "known. Expected ModelParallelStrategy, DDPStrategy or one device. Take "
-        f"{instead}, or profile the whole model by --trainer.strategy=auto --trainer.devices=1."
+        f"`strategy={kind.__name__}` with `devices={devices!r}`: what one device holds is not "
+        f"known. Expected ModelParallelStrategy, DDPStrategy or one device. Use {instead}, or "
+        "profile the whole model by --trainer.strategy=auto --trainer.devices=1."
     )
 
 

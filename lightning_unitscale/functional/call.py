@@ -168,7 +168,7 @@ def _first_input(rule: ScaleRule, tensors: Mapping[str, Tensor]) -> str:
         if not _is_weight(rule, name):
             return name
     raise TypeError(
-        f"{rule.name}: no floating-point tensor to multiply by mult is among its inputs."
+        f"{rule.name}: mult multiplies a floating-point input, and there is none. Leave mult out."
     )
 
 

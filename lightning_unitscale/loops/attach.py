@@ -95,8 +95,8 @@ class Attachment(CalledLoop):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"module={shown(module)}: no torch.nn.Module. Expected the module that is trained. "
-                "Pass the model itself."
+                f"module={shown(module)}: not a torch.nn.Module. Expected the module that is "
+                "trained. Pass the model itself."
             )
         if attachment_of(unwrapped(module)) is not None:
             raise ValueError(
@@ -105,7 +105,7 @@ class Attachment(CalledLoop):
             )
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(
-                f"scaler={shown(scaler)}: no gradient scaler. Expected a torch.amp.GradScaler. "
+                f"scaler={shown(scaler)}: not a gradient scaler. Expected a torch.amp.GradScaler. "
                 "Leave it out if the loss is not scaled."
             )
         super().__init__(module, optimizer, methods, log_dir, loggers)
@@ -178,11 +178,11 @@ class Attachment(CalledLoop):
             if self._is_attached:
                 if self._is_in_batch and not self.step_index:
                     warnings.warn(
-                        f"module={type(self.module).__name__}: it was called in training, and no "
-                        "step of an optimizer was seen, so the callbacks have seen no training "
-                        "step. Pass the optimizer whose step() the loop calls, as attach(module, "
-                        "optimizer, ...). If the loop makes its own optimizer of torch with "
-                        "parameters of the module, pass none.",
+                        f"module={type(self.module).__name__}: it was called in training, but no "
+                        "optimizer step was seen, so the callbacks have seen no training step. "
+                        "Pass the optimizer whose step() the loop calls: attach(module, "
+                        "optimizer, ...). If the loop creates its own torch optimizer with "
+                        "parameters of the module, leave the argument out.",
                         stacklevel=3,
                     )
                 for callback in self._callbacks:

@@ -222,7 +222,7 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
         else:
             raise TypeError(
                 f"optimizer={shown(item)}: it has no step(). Expected an optimizer, or several in "
-                "a list. Leave it out for every optimizer of torch with parameters of the module."
+                "a list. Leave it out to use every torch optimizer with parameters of the module."
             )
     return found
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_unitscale.capture.name_patterns import NOT_INCLUDED
 from lightning_unitscale.matmuls.computations import EXEMPT
 from lightning_unitscale.matmuls.matmul_formats import EXCLUDED_BY_DEFAULT, NO_LINEAR
+from lightning_unitscale.scales.violations import percent
 
 Kind = Literal["units", "format", "plain", "left out"]
 # How the table shows a kind.
@@ -251,11 +252,6 @@ def first_of(texts: Sequence[str]) -> str:
     """Join the first few texts, and count the rest."""
     more = len(texts) - _NUM_NAMED
     return "; ".join(texts[:_NUM_NAMED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def percent(share: float) -> str:
-    """Return a share as text."""
-    return "100 %" if share == 1.0 else f"{100 * share:.3g} %"
 
 
 class LostFormats:

@@ -35,11 +35,6 @@ MAX_PLACEMENTS = 2**6
 _WithFactor = tuple[Kernel | None, Tensor | None]
 
 
-def are_real(tensors: Sequence[Any]) -> bool:
-    """Check whether all tensors are dense and real floating-point."""
-    return least_size(tensors) is not None
-
-
 def least_size(tensors: Sequence[Any]) -> int | None:
     """Return the size of the smallest tensor; ``None`` if not all are dense and real."""
     # Every matmul calls this.

@@ -41,7 +41,6 @@ from lightning_unitscale.matmuls.matmul_formats import (
     TensorKind,
 )
 from lightning_unitscale.matmuls.measured_operands import (
-    Direction,
     Unrepresentable,
     stored_row,
     unrepresentable_among,
@@ -63,6 +62,7 @@ from lightning_unitscale.matmuls.torch_internals import (
     has_subclass,
     last_sequence_number,
 )
+from lightning_unitscale.scales.layout import Direction
 from lightning_unitscale.scales.transfer import joint_copy
 
 # How a layer runs in a compiled graph, which is compiled again for another one.

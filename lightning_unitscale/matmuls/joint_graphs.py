@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from lightning_unitscale.capture.operators import RULES, MatmulRule, Sources, UnreachedRule
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, Place
 from lightning_unitscale.matmuls.compiler_internals import is_of_backward
-from lightning_unitscale.matmuls.execute import are_real
+from lightning_unitscale.matmuls.execute import least_size
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.torch_internals import current_node, fake_mode_of
 from lightning_unitscale.memory.costs import concrete
@@ -128,8 +128,9 @@ def rule_of(node: fx.Node) -> MatmulRule | None:
     if not all(isinstance(operand, fx.Node) for operand in operands):
         return None
     values = [value_of(operand) for operand in operands]
-    is_matmul = all(isinstance(value, Tensor) for value in values) and are_real(values)
-    return rule if is_matmul else None
+    if not all(isinstance(value, Tensor) for value in values) or least_size(values) is None:
+        return None
+    return rule
 
 
 def value_of(node: Any) -> Any:

@@ -187,10 +187,6 @@ class SimulateFormat:
             return self.gradient_format
         return self.backward_format if is_backward else self.operand_format
 
-    def rounding_of(self, *, is_gradient: bool) -> Rounding:
-        """Return how an operand is rounded."""
-        return self.gradient_rounding if is_gradient else self.rounding
-
     def summary(self) -> str:
         """Describe the formats and the rounding."""
         formats = f"Operands rounded to {self.operand_format}, gradients to {self.gradient_format}"

@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
+from lightning_unitscale.scales.layout import Direction
 from lightning_unitscale.scales.reduce import row_dtype
-
-Direction = Literal["forward", "backward"]
 
 # The range that lossless unit scaling promises for the stored RMS of an operand.
 LOW, HIGH = 0.25, 4.0

@@ -28,7 +28,7 @@ from lightning_unitscale.matmuls.computations import (
     computations_of,
     joined_results,
 )
-from lightning_unitscale.matmuls.coverage import first_of, percent
+from lightning_unitscale.matmuls.coverage import first_of
 from lightning_unitscale.matmuls.execute import Matmul, run_in_units, run_scaled
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
@@ -36,6 +36,7 @@ from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.torch_internals import Kernel
 from lightning_unitscale.round_numbers import rounded, rounded_blocks
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
+from lightning_unitscale.scales.violations import percent
 
 # Share of the nonzero elements that may become zero without a report, beyond three times the share
 # of normal numbers: E4M3FN makes one of a thousand zero, E2M1FN one of five. In healthy trainings,
@@ -282,7 +283,7 @@ class SimulatedMatmuls(Numerics):
         if format is None:
             return wide
         key = None
-        if config.rounding_of(is_gradient=is_gradient) == "stochastic":
+        if (config.gradient_rounding if is_gradient else config.rounding) == "stochastic":
             # The same for all of an operand in a step.
             text = f"{config.seed}/{matmul.step}/{name}".encode()
             key = numbers_on(wide.device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)

@@ -219,10 +219,13 @@ _FORMULAS: dict[Any, Formula] = by_operator(
         ),
         **dict.fromkeys(
             ("sum", "mean", "prod", "nansum", "amax", "amin", "logsumexp"),
-            gpu_reductions.sum_workspace,
+            gpu_reductions.buffer_of(1),
         ),
-        **dict.fromkeys(("linalg_vector_norm", "norm"), gpu_reductions.norm_workspace),
-        **dict.fromkeys(("var", "var_mean", "std", "std_mean"), gpu_reductions.variance_workspace),
+        **dict.fromkeys(("linalg_vector_norm", "norm"), gpu_reductions.buffer_of(2)),
+        **dict.fromkeys(
+            ("var", "var_mean", "std", "std_mean"),
+            gpu_reductions.buffer_of(1, gpu_reductions.WELFORD_BYTES),
+        ),
         **dict.fromkeys(("mse_loss", "smooth_l1_loss"), _plain(reduced_loss)),
         # SoftMax.cu and layer_norm_kernel.cu read contiguous tensors.
         **dict.fromkeys(("_softmax", "_log_softmax", "native_layer_norm"), _plain(copies_of(0))),

@@ -189,10 +189,10 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    fused = getattr(aten, "_fused_rms_norm", None)
-    if fused is None or weight is None or weight.dtype != input.dtype:
+    if weight is None or weight.dtype != input.dtype:
         return F.rms_norm(input, normalized_shape, weight, eps)
-    return fused(input, list(normalized_shape), weight, eps)[0]
+    result: Tensor = aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return result
 
 
 # torch 2.13, ATen/autocast_mode.h: AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_FP32, as functions.

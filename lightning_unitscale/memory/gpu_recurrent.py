@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.capture.fake_device import run_operator
+from lightning_unitscale.memory.operator_bytes import bytes_of, copy_of
 
 aten = torch.ops.aten
 # cuDNN's numbers of the kinds of layers, cudnnRNNMode_t.
@@ -113,18 +114,13 @@ def backward_workspace(args: Sequence[Any], result: Any) -> int:
     """Count input and gradient in the layout of the kernel, and zeros for an unused gradient."""
     input, grad, batch_first, batch_sizes = args[0], args[7], args[14], args[18]
     absent = (args[4] if args[8] is None else None, args[5] if args[9] is None else None)
-    zeros = sum(_bytes(tensor) for tensor in absent if tensor is not None)
+    zeros = sum(map(bytes_of, absent))
     turned = 0 if grad is None else _turned(grad, batch_first, batch_sizes)
     return zeros + _turned(input, batch_first, batch_sizes) + turned
 
 
 def _turned(tensor: Tensor, batch_first: bool, batch_sizes: Sequence[int]) -> int:
-    turned = tensor.transpose(0, 1) if batch_first and not batch_sizes else tensor
-    return 0 if turned.is_contiguous() else _bytes(tensor)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return copy_of(tensor.transpose(0, 1) if batch_first and not batch_sizes else tensor)
 
 
 def _recurrent(mode: int) -> Callable[..., Any]:

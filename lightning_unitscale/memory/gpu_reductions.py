@@ -8,7 +8,7 @@ orders and joins them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil, gcd, prod
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ _MAX_THREADS = 512
 _VECTOR = 4  # elements that a thread reads at once
 _FEWEST_VALUES, _MOST_VALUES = 16, 256  # that a thread sums
 _MAX_OFFSET = 2**31 - 1  # in bytes; larger tensors are reduced in halves
-# A Welford sum has a mean, a sum of squares and two counts.
-_WELFORD_BYTES = 16
+# A variance's partial sums are Welford's: a mean, a sum of squares and two counts.
+WELFORD_BYTES = 16
 
 
 class _Dim(NamedTuple):
@@ -118,19 +118,9 @@ def _addressable(dims: list[_Dim], item_bytes: int) -> list[_Dim]:
     return dims
 
 
-def sum_workspace(gpu: GPU, args: Sequence[Any], result: Any) -> int:
-    """Count the buffer of ``sum``, ``mean``, ``amax`` and their like."""
-    return reduction_bytes(gpu, args[0], _dims_of(args, 1))
-
-
-def norm_workspace(gpu: GPU, args: Sequence[Any], result: Any) -> int:
-    """Count the buffer of a norm, whose dimensions follow its order."""
-    return reduction_bytes(gpu, args[0], _dims_of(args, 2))
-
-
-def variance_workspace(gpu: GPU, args: Sequence[Any], result: Any) -> int:
-    """Count the buffer of a variance, whose partial sums are Welford's."""
-    return reduction_bytes(gpu, args[0], _dims_of(args, 1), _WELFORD_BYTES)
+def buffer_of(dims: int, partial_bytes: int = 0) -> Callable[[GPU, Sequence[Any], Any], int]:
+    """Count the buffer of a reduction, whose argument number ``dims`` has its dimensions."""
+    return lambda gpu, args, _: reduction_bytes(gpu, args[0], _dims_of(args, dims), partial_bytes)
 
 
 def _dims_of(args: Sequence[Any], position: int) -> tuple[int, ...]:

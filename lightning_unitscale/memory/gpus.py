@@ -28,7 +28,7 @@ class GPU:
     Attributes:
         name: Name after ``"cuda:"``, such as ``"h100"``.
         title: The name in reports.
-        memory_bytes: All of its memory. The driver and the CUDA context take some hundred MiB.
+        memory_bytes: All of its memory. The driver and the CUDA context take a few hundred MiB.
         capability: Compute capability (SM version), which decides which kernels run.
         num_multiprocessors: Number of streaming multiprocessors.
         bytes_per_second: Bandwidth of its memory.

@@ -60,11 +60,6 @@ def gpu_cost_model(gpu: GPU) -> CostModel:
     )
 
 
-def present_cost_model(device_type: str) -> CostModel:
-    """Return the speed of this machine's device."""
-    return gpu_cost_model(present_gpu()) if device_type == "cuda" else default_cost_model("cpu")
-
-
 def link_of(device: str) -> HostLink:
     """Return the link of a device: a named GPU's as described, this machine's as measured."""
     kind, _, name = device.partition(":")

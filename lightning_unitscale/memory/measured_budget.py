@@ -16,12 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 
+from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.memory.budgets import Budget, limit_of, refusal
 from lightning_unitscale.memory.partitioner import RematPartitioner, limit_reach
 from lightning_unitscale.memory.plan_report import RematReport, reports_table
@@ -30,8 +31,8 @@ from lightning_unitscale.memory.problem import Ints, Mask, NodeRegion, RematProb
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.memory.remat_plan import RematPlan
 from lightning_unitscale.memory.schedule import input_bytes
+from lightning_unitscale.scales.layout import Direction
 
-Direction = Literal["forward", "backward"]
 Boundary = tuple[str, Direction, bool]
 """Name of a graph, its pass, and whether the boundary is the end of the pass."""
 Parts = Sequence[tuple[Boundary | None, int]]
@@ -270,8 +271,7 @@ class MeasuredPartitioner(RematPartitioner):
 
     def _add_boundaries(self, module: fx.GraphModule, direction: Direction) -> None:
         graph = module.graph
-        first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        for is_end, place in ((False, first), (True, graph.output_node())):
+        for is_end, place in ((False, first_operation(graph)), (True, graph.output_node())):
             with graph.inserting_before(place):
                 graph.call_function(self._note, (self._name, direction, is_end))
         module.recompile()

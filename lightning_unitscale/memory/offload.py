@@ -77,11 +77,6 @@ class Offload:
     timeline: PlanTimeline = field(repr=False)  # the plan's, without the moved values
 
 
-def moved_bytes(problem: RematProblem, moves: Sequence[Move]) -> int:
-    """Return the bytes that wait in host memory."""
-    return int(problem.num_bytes[[move.node for move in moves]].sum()) if moves else 0
-
-
 def without_moved(
     problem: RematProblem, timeline: PlanTimeline, moves: Sequence[Move]
 ) -> PlanTimeline:

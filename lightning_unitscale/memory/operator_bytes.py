@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_unitscale.capture.flops import Formula
+
 aten = torch.ops.aten
 T = TypeVar("T")
-Formula = Callable[[Sequence[Any], Any], int]
-"""Formula for one call, from its positional arguments and its result."""
 
 
 def bytes_of(tensor: Tensor | None) -> int:

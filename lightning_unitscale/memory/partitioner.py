@@ -1,7 +1,7 @@
 """Prepare a joint graph for planning, and split it by the plan.
 
 Planning is done on :class:`RematProblem`. These private names of torch were checked on 2.13 and
-2.11, and are skipped if torch lacks them: ``TracingContext`` and its table of fake tensors;
+2.11, which lacks ``is_opaque_node``: ``TracingContext`` and its table of fake tensors;
 ``cleanup_recompute_tags``, ``force_save_collectives``, ``force_save_effectful_ops``,
 ``force_save_bw_mutation_src``, ``InputMutationAOTOutput``; ``_extract_fwd_bwd_modules``,
 ``functionalize_rng_ops``, ``is_opaque_node``, ``thread_graphsafe_rng_from_hops``.
@@ -9,7 +9,6 @@ Planning is done on :class:`RematProblem`. These private names of torch were che
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -36,12 +35,13 @@ from lightning_unitscale.memory.costs import (
     default_cost_model,
     size_hint,
 )
+from lightning_unitscale.memory.gpus import present_gpu
 from lightning_unitscale.memory.host_link import (
     OP_BY_OP,
     Offload,
     check_offload,
+    gpu_cost_model,
     link_of,
-    present_cost_model,
 )
 from lightning_unitscale.memory.joint_graph import (
     JointGraphReader,
@@ -72,10 +72,8 @@ def prepare(joint_module: fx.GraphModule) -> None:
     if any(must_recompute(node) for node in joint_module.graph.nodes):
         partitioners.cleanup_recompute_tags(joint_module, is_default_partition=False)
     partitioners.force_save_collectives(joint_module)
-    for name in ("force_save_effectful_ops", "force_save_bw_mutation_src"):
-        mark = getattr(partitioners, name, None)
-        if mark is not None:
-            mark(joint_module)
+    partitioners.force_save_effectful_ops(joint_module)
+    partitioners.force_save_bw_mutation_src(joint_module)
 
 
 def limit_reach(sizes: Sequence[torch.SymInt], fits: Callable[[], bool]) -> None:
@@ -214,9 +212,9 @@ class RematPartitioner(CustomPartitionerFn):
         if self.offload is not None and is_fused:
             raise BudgetError(f"offload={self.offload!r}: {OP_BY_OP}")
         model = self.cost_model or (
-            default_cost_model(device, fused=is_fused)
-            if self.offload is None
-            else present_cost_model(device)
+            gpu_cost_model(present_gpu())
+            if self.offload is not None and device == "cuda"
+            else default_cost_model(device, fused=is_fused)
         )
         reader = JointGraphReader(
             gm.graph,
@@ -311,18 +309,18 @@ def split(
             # functorch replays nodes with this mark from the generator's state of the forward pass.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             replays = True
-    is_opaque = getattr(partitioners, "is_opaque_node", lambda node: False)
+    is_opaque = getattr(partitioners, "is_opaque_node", None)  # torch 2.11 has no opaque values
     values: list[fx.Node] = []
     symbols: list[fx.Node] = []
     opaque: list[fx.Node] = []
     for node in (node for node, is_saved in zip(nodes, saved, strict=True) if is_saved):
         is_symbol = isinstance(node.meta.get("val"), Symbolic)
         if node.op != "get_attr":  # the bodies of a torch.cond or scan are in both graphs
-            (symbols if is_symbol else opaque if is_opaque(node) else values).append(node)
+            is_other = is_opaque is not None and is_opaque(node)
+            (symbols if is_symbol else opaque if is_other else values).append(node)
     options: dict[str, Any] = {"saved_sym_nodes": symbols, "num_fwd_outputs": num_fwd_outputs}
-    accepted = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
-    for name in {"saved_opaque_nodes", "saved_opaque_objects"} & accepted.keys():
-        options[name] = opaque
+    if is_opaque is not None:
+        options["saved_opaque_nodes"] = opaque
     fwd_module, bwd_module = partitioners._extract_fwd_bwd_modules(joint_module, values, **options)
     if replays:
         fwd_module, bwd_module = partitioners.functionalize_rng_ops(
@@ -343,10 +341,8 @@ def split(
         )
         for graph in graphs:
             graph.recompile()
-    thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
-    if thread is not None:
-        graphs = [thread(graph, is_backward=bool(i)) for i, graph in enumerate(graphs)]
-    return graphs[0], graphs[1]
+    thread = partitioners.thread_graphsafe_rng_from_hops
+    return thread(graphs[0], is_backward=False), thread(graphs[1], is_backward=True)
 
 
 def _drop_dead(graph: fx.Graph, plan: RematPlan, number: dict[str, int], other: NodeRegion) -> None:

@@ -43,11 +43,6 @@ def storage_bytes(values: Any) -> int:
     return sum(storages_of(values).values())
 
 
-def module_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters and buffers, tied ones once."""
-    return storage_bytes([*module.parameters(), *module.buffers()])
-
-
 def gradient_bytes(module: nn.Module) -> int:
     """Return the bytes of the gradients of a module's parameters once all of them exist."""
     return storage_bytes([param for param in module.parameters() if param.requires_grad])

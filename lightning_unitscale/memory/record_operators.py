@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -31,7 +32,12 @@ from lightning_unitscale.capture.fake_device import (
     is_control_flow,
     run_control_flow,
 )
-from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in
+from lightning_unitscale.capture.graph_nodes import (
+    module_path,
+    op_name,
+    tensors_in,
+    unique_name,
+)
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.memory.costs import operator_costs
 from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of
@@ -279,7 +285,7 @@ class ModuleTrace(TorchFunctionMode):
         self._running: list[str] = []  # paths of the modules whose ``forward`` runs
         self._recorder = recorder
         self._call = calls_of(recorder.gpu)
-        self._names: dict[str, int] = {}
+        self._names: Counter[str] = Counter()
         self._name_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors
 
     @contextlib.contextmanager
@@ -326,7 +332,7 @@ class ModuleTrace(TorchFunctionMode):
         result = self._call(func, args, kwargs)
         outputs = list(map(plain_tensor, tensors_in(result)))
         if outputs or len(recorder.record.operators) > num_operators:
-            name = self._unique(recorder.running)
+            name = unique_name(recorder.running, self._names)
             named = {self._name_of.get(tensor, "constant"): tensor for tensor in inputs}
             recorder.last_node = len(recorder.record.nodes)
             recorder.add_node(name, op, path, list(named.items()), outputs)
@@ -334,14 +340,6 @@ class ModuleTrace(TorchFunctionMode):
                 self._name_of[tensor] = name
         recorder.node = OUTSIDE
         return result
-
-    def _unique(self, base: str) -> str:
-        name = base
-        while name in self._names:
-            name = f"{base}_{self._names[base]}"
-            self._names[base] += 1
-        self._names[name] = 1
-        return name
 
 
 class GraphTrace(fx.Interpreter):

@@ -28,7 +28,7 @@ from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
-from lightning_unitscale.memory.real_memory import gradient_bytes, module_bytes, storages_of
+from lightning_unitscale.memory.real_memory import gradient_bytes, storages_of
 from lightning_unitscale.memory.remat_plan import RematPlan
 from lightning_unitscale.memory.traced_planner import traced_problem
 
@@ -306,7 +306,7 @@ class StepPartitioner(RematPartitioner):
             always, forward = always + later, forward - later
         if breaks or self._held:
             stepping = 0  # the parts of a step are not alive together in the optimizer's step
-        return always + max(0, module_bytes(self._module) - static_bytes), forward, stepping
+        return always + max(0, sum(own.values()) - static_bytes), forward, stepping
 
     def _refuse_parts(self, error: BudgetError) -> None:
         """Raise the error, or keep the first one of a step that may yet become one graph."""

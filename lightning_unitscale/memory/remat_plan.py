@@ -10,7 +10,7 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
-from lightning_unitscale.memory.offload import Move, moved_bytes
+from lightning_unitscale.memory.offload import Move
 from lightning_unitscale.memory.problem import Floats, Ints, Mask, NodeRegion, RematProblem
 from lightning_unitscale.memory.schedule import BackwardOrder, PlanTimeline
 
@@ -80,7 +80,7 @@ class RematPlan:
     @property
     def host_bytes(self) -> int:
         """Return the bytes that wait in host memory."""
-        return moved_bytes(self.problem, self.moves)
+        return sum(self.problem.nodes[move.node].num_bytes for move in self.moves)
 
     @property
     def peak_bytes(self) -> int:

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.capture.held_inputs import version_of
 from lightning_unitscale.matmuls.autograd_nodes import after_backward, autograd_operations
 from lightning_unitscale.matmuls.calls import leave_graph
 from lightning_unitscale.matmuls.session import run_inside
@@ -33,7 +34,6 @@ from lightning_unitscale.monitor.torch_state import (
     PLAIN_TYPES,
     is_batched,
     unseen,
-    version_of,
 )
 
 

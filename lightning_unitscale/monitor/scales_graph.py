@@ -269,7 +269,7 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> ScalesGra
     """
     if not rtol >= 0.0:
         raise ValueError(
-            f"rtol={rtol}: no tolerance. Expected a number of at least 0. Leave it at 2**-16."
+            f"rtol={rtol}: not a tolerance. Expected a number of at least 0. The default is 2**-16."
         )
     _require_tracked(graph)
 

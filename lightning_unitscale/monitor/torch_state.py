@@ -80,11 +80,6 @@ def is_readable(tensor: Tensor) -> bool:
     )
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written into. Inference tensors do not count writes."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def takes_part(tensor: Tensor) -> bool:
     """Check whether a gradient can arrive: at a node, or at a leaf that is not a view of a leaf."""
     return tensor.requires_grad and (tensor.grad_fn is not None or tensor._base is None)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.graph_matmuls import MATMUL_WORDS, operands_of_call
-from lightning_unitscale.capture.graph_nodes import ATTENTION, ATTENTION_ROLES
+from lightning_unitscale.capture.graph_nodes import ATTENTION, ATTENTION_ROLES, unique_name
 from lightning_unitscale.capture.graph_recorder import local_part
+from lightning_unitscale.capture.held_inputs import version_of
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.torch_internals import sequence_number
@@ -41,7 +42,6 @@ from lightning_unitscale.monitor.torch_state import (
     is_readable,
     plain_functions,
     takes_part,
-    version_of,
 )
 
 _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
@@ -379,12 +379,7 @@ class WatchedCall:
                     self._show(row, tensor)
 
     def _unique(self, base: str) -> str:
-        name = base
-        while name in self._seen:
-            name = f"{base}_{self._seen[base]}"
-            self._seen[base] += 1
-        self._seen[name] += 1
-        return name
+        return unique_name(base, self._seen)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -118,9 +118,9 @@ class PipelineRunner:
         if reason and self.is_last and self.num_microbatches > 1 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"PipelineRunner: the mean of the losses of {self.num_microbatches} microbatches, "
-                f"which is trained, is not the loss of the batch: {reason}. Reduce the loss by a "
-                "mean over samples or over targets that count, or train with PipelineStrategy.",
+                f"PipelineRunner: training uses the mean of the losses of {self.num_microbatches} "
+                f"microbatches, which is not the loss of the batch: {reason}. Reduce the loss by "
+                "a mean over samples or over targets that count, or train with PipelineStrategy.",
                 stacklevel=2,
             )
         return self.step_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))

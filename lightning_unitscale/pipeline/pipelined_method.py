@@ -110,8 +110,9 @@ class PipelinedGraph:
         def replay(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
             if graph is not self.whole:
                 raise RuntimeError(
-                    f"{self.step.step_graph.step} ran another graph the second time. A pipeline "
-                    "calls it more than once for a batch. Keep counters of calls out of it."
+                    f"{self.step.step_graph.step} ran a different graph the second time. A "
+                    "pipeline calls it more than once for a batch. Keep counters of calls out of "
+                    "it."
                 )
             return values
 
@@ -309,16 +310,17 @@ class PipelinedEvaluation(PipelinedMethod):
             graphs[id(calls[0].graph)] = calls[0].graph
             if len(graphs) > _MAX_ALIKE:
                 raise NotPipelinedError(
-                    f"{type(self.module).__name__}.{self.name} was {len(graphs)} graphs for "
-                    "batches of one size. A pipeline captures one. Keep counters of calls out of it"
+                    f"{type(self.module).__name__}.{self.name} was captured as {len(graphs)} "
+                    "graphs for batches of one size. A pipeline needs one. Keep counters of calls "
+                    "out of it"
                 )
             try:
                 graph = self.pipelined(calls, whole, is_exact=False)
             except (RuntimeError, ValueError) as error:
                 # It uses parameters in another order than the training, or has too few cuts.
                 raise NotPipelinedError(
-                    f"{type(self.module).__name__}.{self.name} cannot be cut like the training: "
-                    f"{error}"
+                    f"{type(self.module).__name__}.{self.name} cannot be cut into the stages of "
+                    f"training: {error}"
                 ) from error
             values = graph.shared_results(graph.runner.eval_flat(graph.inputs(calls)), count)
             replay = graph.replaying(values)

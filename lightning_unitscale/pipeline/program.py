@@ -97,9 +97,9 @@ class Program:
         if spec != self.in_spec:
             expected = [example.name for example in self.inputs]
             raise ValueError(
-                f"arguments: {len(args)} positional and {list(kwargs)} by name have another "
-                "structure than the example that the pipeline was captured with. Expected "
-                f"{expected} in the same places. Call it as in pipeline(...)."
+                f"arguments: {len(args)} positional and {list(kwargs)} by name do not match the "
+                f"example with which the pipeline was captured. Expected {expected} in the same "
+                "places. Call it as in pipeline(...)."
             )
         for value, example in zip(flat, self.inputs, strict=True):
             if example.tensor is None and (isinstance(value, Tensor) or value != example.value):
@@ -188,7 +188,7 @@ def _pieces(value: Any, described: ProgramInput, count: int) -> list[Any]:
     if example is None:
         return [value] * count
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name}={value!r}: not such a tensor. Expected a tensor {example}.")
+        raise ValueError(f"{name}={value!r}: not a matching tensor. Expected a tensor {example}.")
     given = TensorInfo.of(value)
     if given == example:
         return [value] * count

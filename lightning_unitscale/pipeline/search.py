@@ -92,7 +92,8 @@ def _shortest_step(
         slowest = np.maximum(slowest[:, None], costs).min(axis=0)
     if not np.isfinite(slowest[-1]):
         raise ValueError(
-            f"num_stages={num_stages}: none of the {len(sends) - 2} possible cuts is allowed."
+            f"num_stages={num_stages}: none of the {len(sends) - 2} possible cuts is allowed. Ask "
+            "for fewer stages."
         )
     fastest = float(slowest[-1])
     # Slower stages can send less. Above this limit the step only gets longer.

@@ -175,8 +175,8 @@ def _named(
     """Return formats by name, on the same kind of grid as the module's own formats."""
     if isinstance(formats, str) or not formats:
         raise ValueError(
-            f"formats={shown(formats)}: no list of formats. Expected names such as ('E4M3FN',). "
-            "Pass a tuple of them."
+            f"formats={shown(formats)}: not a list of formats. Expected names such as "
+            "('E4M3FN',). Pass a tuple of them."
         )
     grid: Grid = "moving" if any(each.moving_grid is not None for each in own) else "fixed"
     named = {}
@@ -214,7 +214,7 @@ class Meter:
             self.loss, self._gradients = step.run(self.base)
         self.plain = [each for each in counter.result().counts if each.kind == "plain"]
         self.step_flops = counter.result().flops
-        self.gradient_energy = float(energy(filter_none(self._gradients)))
+        self.gradient_energy = float(energy([each for each in self._gradients if each is not None]))
 
     @property
     def cost_steps(self) -> float:
@@ -344,11 +344,6 @@ class Meter:
             yield LedgerRow(
                 count.module, count.module, _FORWARD, format, flops=count.flops, reason=count.reason
             )
-
-
-def filter_none(values: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the tensors among some values."""
-    return [value for value in values if value is not None]
 
 
 def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[Visit], str | None]:

@@ -255,8 +255,8 @@ def check_share(name: str, share: object) -> None:
     is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
     if not is_number or not 0.0 <= share <= 1.0:  # type: ignore[operator]
         raise ValueError(
-            f"{name}={share!r}: no share of the damage. Expected a number from 0 to 1. Pass 0.5 to "
-            "leave out what causes half of it."
+            f"{name}={share!r}: not a share of the damage. Expected a number from 0 to 1. Pass "
+            "0.5 to leave out what causes half of it."
         )
 
 

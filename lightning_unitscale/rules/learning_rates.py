@@ -76,10 +76,10 @@ def family_of(optimizer: Optimizer) -> Family:
     if cls is not None:
         return ALGORITHMS[cls.__name__].family
     raise ValueError(
-        f"optimizer={type(optimizer).__name__}(...): it is not known how its steps follow the "
-        f"scales of gradients and weights. Expected one of {', '.join(ALGORITHMS)} or a "
-        "subclass. Use one of them, or pass lr_scaling=None and choose the rates of the scaled "
-        "model yourself."
+        f"optimizer={type(optimizer).__name__}(...): no rule says how its steps depend on the "
+        f"scales of gradients and weights. Expected one of {', '.join(ALGORITHMS)} or a subclass. "
+        "Use one of them, or pass lr_scaling=None and choose the rates of the scaled model "
+        "yourself."
     )
 
 
@@ -88,9 +88,9 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) 
     family, name = family_of(optimizer), type(optimizer).__name__
     if family is Family.ORTHOGONAL and method == "u-mup" and "adjust_lr_fn" not in group:
         raise ValueError(
-            f"optimizer={name}(...): u-muP needs the spectral norm of its steps, and it is not "
-            "known how this optimizer multiplies them for a weight's shape. Expected torch.optim."
-            "Muon. Use it, optim.MuonAdamW, or lr_scaling='match'."
+            f"optimizer={name}(...): u-muP needs the spectral norm of its steps, but no rule says "
+            "how this optimizer scales them by a weight's shape. Expected torch.optim.Muon. Use "
+            "it, optim.MuonAdamW, or lr_scaling='match'."
         )
     if family is not Family.SCALE_INVARIANT or method != "match":
         return family
@@ -236,8 +236,9 @@ def _positive(info: ParameterInfo, name: str) -> float:
     value = float(getattr(info, name))
     if not (math.isfinite(value) and value > 0):
         raise ValueError(
-            f"{name}={value}: of the parameter {info.fqn!r} with role {info.role.value!r}. "
-            "Expected a positive finite number. Give it its measured one, or the role 'other'."
+            f"{name}={value}: not a value for parameter {info.fqn!r} with role "
+            f"{info.role.value!r}. Expected a positive finite number. Give it its measured one, "
+            "or the role 'other'."
         )
     return value
 

@@ -70,8 +70,9 @@ class MuonAdamW(Optimizer):
         for name, rate in (("lr", lr), ("muon_lr", muon_lr)):
             if not (isinstance(rate, (int, float)) and 0 < rate < math.inf):
                 raise ValueError(
-                    f"{name}={shown(rate)}: no such rate. Expected a positive number, since Muon's "
-                    "rate is kept as a multiple of AdamW's. Pass lr=1.0, muon_lr=0.02."
+                    f"{name}={shown(rate)}: not a learning rate. Expected a positive number, "
+                    "since Muon's rate is kept as a multiple of AdamW's. Pass lr=1.0, "
+                    "muon_lr=0.02."
                 )
         defaults = {
             "lr": lr,
@@ -113,8 +114,8 @@ class MuonAdamW(Optimizer):
             return self._muon
         if "use_muon" not in group:
             raise RuntimeError(
-                "MuonAdamW: the roles of its parameters are not known, which a graph of the step "
-                "shows. Expected rules, or groups with use_muon. Use UnitScaleCallback('u-mup'), "
+                "MuonAdamW: it cannot choose the parameters for Muon without the graph of the "
+                "step. Expected rules, or groups with use_muon. Use UnitScaleCallback('u-mup'), "
                 "or MuonAdamW(muon_param_groups(module, *batch))."
             )
         return set(group["params"]) if group["use_muon"] else ()

@@ -177,7 +177,7 @@ class RuleOptions:
             value = getattr(self, option.name)
             if option.name.endswith(("_mult", "_ratio")) and not _is_factor(value):
                 raise ValueError(
-                    f"{option.name}={shown(value)}: no such factor. Expected a positive number. "
+                    f"{option.name}={shown(value)}: not a factor. Expected a positive number. "
                     f"Pass {option.name}=1.0."
                 )
         residual = self.residual
@@ -187,8 +187,9 @@ class RuleOptions:
             and all(map(_is_factor, residual))
         ):
             raise ValueError(
-                f"residual={shown(residual)}: no such weights. Expected two positive numbers, for "
-                "branches with attention and for the others. Pass for example residual=(0.1, 0.7)."
+                f"residual={shown(residual)}: not a pair of weights. Expected two positive "
+                "numbers, for branches with attention and for the others. Pass for example "
+                "residual=(0.1, 0.7)."
             )
         for name in ("residual_mult", "residual_attn_ratio"):
             if residual is not None and getattr(self, name) != 1:

@@ -210,7 +210,7 @@ def checked_replace(
         callable(function) for pair in replace.items() for function in pair
     ):
         raise ValueError(
-            f"replace={shown(replace)}: no map of functions. Expected {{function: its "
+            f"replace={shown(replace)}: not a mapping of functions. Expected {{function: its "
             "replacement}. Pass for example replace={my_gelu: torch.nn.functional.gelu}."
         )
     return dict(replace)

@@ -107,7 +107,8 @@ def find_divergence(a: RunScales, b: RunScales) -> Divergence:
         if (history := histories[direction]) is not None:
             floors = _floors(pair, history, direction)
             if direction == "backward":
-                is_noise = _cancelled(history, floors)
+                # Gradients that are rounding alone, in at least one of the steps.
+                is_noise = (history.log2_rms.min(axis=0) < floors).any(axis=0)
             judged[direction] = _judge(pair, history, direction, floors, is_noise)
     if not judged:
         raise ValueError(
@@ -140,12 +141,6 @@ def _floors(pair: RunPair, history: PairHistory, direction: Direction) -> Double
             arriving = history.log2_rms[:, :, readers].max(axis=(0, 2))
             floors[:, k] = arriving + math.log2(_CANCELLED * spacing * math.sqrt(terms))
     return floors
-
-
-def _cancelled(history: PairHistory, floors: Doubles) -> npt.NDArray[np.bool_]:
-    """Return which gradients are rounding alone, in at least one of the steps."""
-    is_small = history.log2_rms.min(axis=0) < floors
-    return is_small.any(axis=0)
 
 
 def _judge(
@@ -207,7 +202,8 @@ class _Difference:
         known = np.nan_to_num(self.amount, nan=0.0, posinf=0.0)
         for k in range(1, len(chance)):
             before = known[max(0, k - _RECENT) : k].max(axis=0)
-            usual = _quantile(known[k - 1][~states])
+            last_known = known[k - 1][~states]
+            usual = float(np.quantile(last_known, _NEARLY_ALL)) if last_known.size else 0.0
             repeated = _REPEATED * np.maximum(before, usual)
             last = moved[:, k - 1].min(axis=0)
             earlier = moved[:, k - 2].max(axis=0) if k > 1 else last
@@ -219,10 +215,6 @@ class _Difference:
                 others = np.maximum(others, np.median(recent, axis=1).max(axis=0))
             chance[k] = np.where(states, of_states, others)
         return chance
-
-
-def _quantile(values: Doubles) -> float:
-    return float(np.quantile(values, _NEARLY_ALL)) if values.size else 0.0
 
 
 def _with_floor(

@@ -1,9 +1,7 @@
 """Transforms of modules without a Trainer, and the passes that callbacks share with them."""
 
-from importlib import import_module
-from typing import Any
-
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
+from lightning_unitscale.memory.remat_module import remat
 from lightning_unitscale.monitor.scales_graph import (
     Metrics,
     ScalesGraph,
@@ -40,10 +38,3 @@ __all__ = [
     "track_scales",
     "unit_scale",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Imported late, because planning uses the profiles of graphs, a layer above the transforms.
-    if name == "remat":
-        return import_module("lightning_unitscale.remat").remat
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -108,7 +108,7 @@ def test_only_the_scales_tab(tmp_path: Path) -> None:
 
 def test_an_unknown_choice_of_tabs() -> None:
     expected = (
-        r"tensorboard_tabs='none': no such choice. Expected 'scales', 'operands' or 'all'. Leave"
+        r"tensorboard_tabs='none': not a choice. Expected 'scales', 'operands' or 'all'. Leave"
     )
     with pytest.raises(ValueError, match=expected):
         ScaleMonitor(tensorboard_tabs="none")  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def test_a_gradient_scaler_keeps_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"base": "fp8"}, r"base='fp8': no precision for the rest of the step. Expected one of"),
+        ({"base": "fp8"}, r"base='fp8': not a precision for the rest of the step. Expected one of"),
         ({"base": True}, r"base=True: .* Pass base='bf16-mixed'"),
         ({"precision": "fp16"}, r"precision='fp16': unknown precision. Expected 'fp8', FP8"),
         ({"precision": "fp8", "simulate": "fp8"}, r"precision='fp8': together with simulate"),

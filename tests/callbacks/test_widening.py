@@ -93,5 +93,5 @@ def test_by_default_operands_are_checked_at_recalibrations_alone() -> None:
 
 
 def test_another_reaction_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^on_misfit='stop': no such reaction"):
+    with pytest.raises(ValueError, match=r"^on_misfit='stop': not a reaction"):
         FP8(on_misfit="stop")  # type: ignore[arg-type]

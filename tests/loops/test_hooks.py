@@ -231,7 +231,7 @@ def test_an_optimizer_that_nobody_names() -> None:
     model, _ = new()
     attachment = attach(model, None, METHODS["both"]())
     descend(model, Descent(model.parameters()))
-    with pytest.warns(UserWarning, match=r"module=Net: .* no step of an optimizer was seen"):
+    with pytest.warns(UserWarning, match=r"module=Net: .* no optimizer step was seen"):
         attachment.detach()
 
 

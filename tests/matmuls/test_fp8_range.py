@@ -13,7 +13,6 @@ from lightning_unitscale.matmuls.matmul_formats import FP8Linears
 from lightning_unitscale.matmuls.measured_operands import (
     FORMATS,
     NUM_SHARES,
-    Direction,
     Unrepresentable,
     root_mean_square,
     stored_row,
@@ -22,6 +21,7 @@ from lightning_unitscale.matmuls.measured_operands import (
 )
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.quantize import quantize
+from lightning_unitscale.scales.layout import Direction
 
 
 @pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)

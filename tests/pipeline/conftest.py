@@ -10,6 +10,15 @@ import torch.distributed as dist
 
 
 @pytest.fixture
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of this process alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Options of a Trainer with the strategy on a single rank, in this process."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +16,7 @@ from lightning_unitscale.pipeline.program import split_evenly
 from tests.pipeline.batch_losses import COUPLED, FOLLOW, Losing, batch
 
 pytestmark = [
+    pytest.mark.usefixtures("process_group"),
     pytest.mark.filterwarnings("ignore:Using a target size:UserWarning"),
     pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning"),
 ]
@@ -40,14 +39,6 @@ class Module(nn.Module):
 
     def forward(self, of_batch: dict[str, Tensor]) -> Tensor:
         return self.step.training_step(of_batch, 0)
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _train(module: nn.Module, of_batch: Any, count: int = COUNT) -> tuple[Tensor, list[str]]:

@@ -329,7 +329,7 @@ def test_bad_arguments() -> None:
             pipe.get_stage_module(index)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"input: a tensor float32\[4, 3\]"):
         pipe(torch.randn(4, 3))
-    with pytest.raises(ValueError, match="another structure"):
+    with pytest.raises(ValueError, match="do not match the example"):
         pipe(x, x)
     with pytest.raises(ValueError, match=r"captured for 2\.0"):
         odd = Odd()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_unitscale.pipeline.balance import balanced_split
@@ -125,20 +124,16 @@ def test_a_state_outlives_the_memory() -> None:
     assert state["bias"].data_ptr() == module.bias.data_ptr()
 
 
-def test_gradients_are_clipped_by_the_norm_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        module = nn.Linear(4, 4)
-        gradients = [torch.randn_like(one) for one in module.parameters()]
-        for one, gradient in zip(module.parameters(), gradients, strict=True):
-            one.grad = gradient.clone()
-        ownership = Ownership(module, 1, lambda stage: 0, balanced_split(1))
-        ownership.adopt((1, dict.fromkeys(("weight", "bias"), frozenset({0}))))
-        owners = Owners(module, ownership, None, Replicas(None, 0, 1))
-        owners.clip_norm(module.parameters(), 0.5)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_gradients_are_clipped_by_the_norm_of_all() -> None:
+    module = nn.Linear(4, 4)
+    gradients = [torch.randn_like(one) for one in module.parameters()]
+    for one, gradient in zip(module.parameters(), gradients, strict=True):
+        one.grad = gradient.clone()
+    ownership = Ownership(module, 1, lambda stage: 0, balanced_split(1))
+    ownership.adopt((1, dict.fromkeys(("weight", "bias"), frozenset({0}))))
+    owners = Owners(module, ownership, None, Replicas(None, 0, 1))
+    owners.clip_norm(module.parameters(), 0.5)
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     clipped = torch.cat([one.grad.flatten() for one in module.parameters() if one.grad is not None])
     assert torch.allclose(clipped, flat * 0.5 / torch.linalg.vector_norm(flat))

@@ -264,7 +264,7 @@ def test_the_smallest_set_leaves_the_wanted_share(trained):
     before = left.gradient_error**2 + backward[-1].loss_change ** 2
     assert before > 0.25 * report.predicted().gradient_error ** 2
     assert report.smallest_exemption(1.0) == ()
-    with pytest.raises(ValueError, match="no share"):
+    with pytest.raises(ValueError, match="not a share"):
         report.smallest_exemption(2.0)
 
 
@@ -363,7 +363,7 @@ def test_wrong_arguments_are_refused():
     layer, x = nn.Linear(16, 16), torch.randn(4, 16)
     with pytest.raises(ValueError, match="no scalar loss"):
         precision_report(layer, x)
-    with pytest.raises(ValueError, match="no list of formats"):
+    with pytest.raises(ValueError, match="not a list of formats"):
         precision_report(layer, x, formats="E4M3FN")
     with pytest.raises(ValueError, match="is not an exemption"):
         simulate_format(layer, "E4M3FN", "E4M3FN", exempt="blocks")
