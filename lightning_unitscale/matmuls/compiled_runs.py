@@ -22,7 +22,7 @@ from lightning_unitscale.matmuls.compiler_internals import codes, pass_by_overri
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.owners import running_session
 from lightning_unitscale.matmuls.session import MatmulSession
-from lightning_unitscale.matmuls.sites import frames
+from lightning_unitscale.matmuls.sites import Key, frames
 from lightning_unitscale.matmuls.torch_internals import MODULE_CALL, OPERATOR_CALL, current_node
 
 # Runs have numbers. A graph has fewer matmuls than the distance between two runs' numbers.
@@ -80,6 +80,8 @@ class GraphRuns:
     def __init__(self, root: str) -> None:
         self._places: dict[int, Place] = {}
         self._root = root
+        # The keys of its matmuls and the names of their operands, below each module that calls it.
+        self._named: dict[str, list[tuple[Key, tuple[str, ...]]]] = {}
         self._of_node: dict[NodeKey, GraphRun] = {}
         # Two flags: the callers of the forward and of the backward graph are registered.
         self._are_known = [False, False]
@@ -95,6 +97,7 @@ class GraphRuns:
         """Record the place of a forward matmul."""
         if not matmul.is_backward:
             self._places[matmul.number] = matmul.place
+            self._named.clear()
 
     def begin_run(self) -> GraphRun | None:
         """Begin a run of the forward graph; return ``None`` if it belongs to no session."""
@@ -106,10 +109,12 @@ class GraphRuns:
             return self.of_node(node)
         if session is None or where is None or not session.is_open:
             return None
-        sites = {}
-        for number, place in self._places.items():
-            path = _moved(place.path, self._root, where.path)
-            sites[number] = session.sites.find(place.word, place.roles, where._replace(path=path))
+        if (named := self._named.get(where.path)) is None:
+            named = self._named[where.path] = [
+                ((_moved(place.path, self._root, where.path), place.word), place.roles)
+                for place in self._places.values()
+            ]
+        sites = dict(zip(self._places, session.sites.find_all(named, where), strict=True))
         run = GraphRun(next(_NUMBERS), session.ref, sites)
         if (key := node_key(())) is not None:
             if len(self._of_node) >= _MAX_RUNS:
