@@ -104,9 +104,10 @@ class LightningLoop(Loop):
     @override
     def keep_metrics(self, numbers: Mapping[str, float]) -> None:
         if not self.trainer.barebones:
-            # On the host, because a copy to a device would wait for it.
+            # On the host, because a copy to a device would wait for it. `log_dict` takes half a
+            # millisecond for each number.
             tensors = {name: torch.tensor(number) for name, number in numbers.items()}
-            self.module.log_dict(tensors, logger=False, batch_size=1)
+            self.trainer.callback_metrics.update(tensors)
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
