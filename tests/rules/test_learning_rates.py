@@ -265,7 +265,7 @@ def test_the_public_reference_has_the_same_rates_but_for_vectors(depth: int) -> 
 @pytest.mark.parametrize(
     ("known", "method", "message"),
     [
-        (info(sigma=0.0), "match", r"sigma=0.0: of the parameter 'layer.weight'"),
+        (info(sigma=0.0), "match", r"sigma=0.0: not a value for parameter 'layer.weight'"),
         (info(sigma=math.nan), "match", "sigma=nan"),
         (info(Role.BIAS, output_scale=-1.0), "match", "output_scale=-1.0"),
         (info(fan_in=0), "u-mup", "fan_in=0"),
