@@ -26,6 +26,9 @@
 * Absent packages (:func:`absent_packages`). Dynamo runs ``importlib.metadata.version`` while it
   traces, and takes its PackageNotFoundError for its own failure, even if the code catches it.
   torchmetrics checks for ``torch_xla`` this way when it counts classes.
+* Deletions (:func:`real_deletions`). A step may set and delete an attribute that a layer does not
+  have outside of it: ``del layer.weight; layer.weight = mask * weight``, and the way back. Dynamo
+  would delete it again after the step, and ``nn.Module`` then deletes the parameter of that name.
 * Inference mode (:func:`drop_inference_mode`). AOTAutograd cannot trace a view of an ordinary
   tensor made in inference mode: the view has no version counter, which functionalization reads. Its
   graphs return no inference tensors anyway.
@@ -39,7 +42,8 @@ function to capture, ``ConvertFrameReturn``, whose default is to leave the funct
 itself cannot be taken back; ``tracing_state_functions``, ``tx`` in the handler that answers whether
 anything is compiled; ``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``,
 which runs what is not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
-``_exit_inference_mode``, which Dynamo puts into its graphs.
+``_exit_inference_mode``, which Dynamo puts into its graphs; ``SideEffects.codegen_update_mutated``,
+which writes a step's changes of objects, ``store_attr_mutations``, and ``DeletedVariable``.
 """
 
 from __future__ import annotations
@@ -67,11 +71,13 @@ from torch._dynamo.exc import (
     unimplemented,
 )
 from torch._dynamo.output_graph import GraphCompileReason
+from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects
 from torch._dynamo.trace_rules import _allowed_callable_ids, lookup_callable
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import (
     ConstantVariable,
+    DeletedVariable,
     SkipFunctionVariable,
     TorchInGraphFunctionVariable,
 )
@@ -292,6 +298,27 @@ def absent_packages() -> Iterator[None]:
             raise_observed_exception(type(error), tx, args=list(error.args))
 
     with shadowed_here(SkipFunctionVariable, call_function=call_or_raise):
+        yield
+
+
+@contextlib.contextmanager
+def real_deletions() -> Iterator[None]:
+    """Delete attributes after a step only if they existed before it."""
+    write = SideEffects.codegen_update_mutated
+
+    @functools.wraps(write)
+    def write_real_ones(self: Any, *args: Any, **kwargs: Any) -> None:
+        for variable, changes in self.store_attr_mutations.items():
+            if not isinstance(variable.mutation_type, AttributeMutationExisting):
+                continue
+            attributes = getattr(getattr(variable, "value", None), "__dict__", None)
+            for name, new in list(changes.items()):
+                is_deleted = isinstance(new, DeletedVariable)
+                if is_deleted and attributes is not None and name not in attributes:
+                    del changes[name]
+        write(self, *args, **kwargs)
+
+    with shadowed_here(SideEffects, codegen_update_mutated=write_real_ones):
         yield
 
 
