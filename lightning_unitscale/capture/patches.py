@@ -54,9 +54,11 @@ import importlib.metadata
 import linecache
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from traceback import FrameSummary
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -182,10 +184,24 @@ _HINTS = (
     torch._dynamo.decorators.mark_unbacked,
 )
 # Hooks of transformers and peft on a frozen embedding, which give the checkpointed blocks behind it
-# gradients. Blocks inside a graph have them anyway. Dynamo breaks at ``requires_grad_``.
+# gradients. Blocks inside the same graph have them anyway. Dynamo breaks at ``requires_grad_``.
 _LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
+# The code of whole steps. Equal code objects are the same for the set.
+_STEPS: weakref.WeakSet[CodeType] = weakref.WeakSet()
 # Methods of loggers that return a value. All others only write.
 _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
+
+
+def note_step(function: Callable[..., Any]) -> None:
+    """Note the function of a step, of which a capture may be one graph."""
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        _STEPS.add(code)
+
+
+def _is_whole(output: Any) -> bool:
+    """Check whether Dynamo captures a whole step now, rather than a function between breaks."""
+    return output.export or output.root_tx.f_code in _STEPS
 
 
 @contextlib.contextmanager
@@ -205,7 +221,8 @@ def quiet_libraries() -> Iterator[None]:
             self.push(ConstantVariable.create(None))
             return
         is_hint = getattr(fn, "name", "") == "requires_grad_"
-        if is_hint and self.f_code.co_name in _LETS_CHECKPOINTS_TRAIN and insist_on_one_graph():
+        is_hint = is_hint and self.f_code.co_name in _LETS_CHECKPOINTS_TRAIN
+        if is_hint and _is_whole(self.output) and insist_on_one_graph():
             self.push(fn.obj)
             return
         call(self, fn, args, kwargs)
