@@ -29,6 +29,7 @@ from lightning_unitscale.capture.graph_matmuls import MATMULS, Places
 from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.module_state import ModuleState, Recaptures
 from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase, StepGraph, run_passes
+from lightning_unitscale.capture.patches import note_step
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.capture.side_effects import Postponed, optimizes_itself
 from lightning_unitscale.functional.scale import outside_transforms
@@ -46,6 +47,7 @@ class StepState:
         self.name = name
         self.__wrapped__ = function
         self.captured = capture.with_own_code(function)  # the function for Dynamo to capture
+        note_step(self.captured)
         # Runs the graphs in their place, if there is one.
         self.interpreter: Interpreter | None = None
         self.is_rehearsing = False  # True while all side effects of the step are discarded

@@ -38,6 +38,7 @@ from lightning_unitscale.capture.patches import (
     passing_over,
     plain_libraries,
     plain_numbers,
+    real_deletions,
 )
 from lightning_unitscale.patching import shadowed_here
 
@@ -204,7 +205,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
 
     # Most calls of a step capture nothing, so Dynamo is patched only while it captures.
     def convert_patched(*args: Any, **kwargs: Any) -> Any:
-        with without_dynamos_texts(), plain_libraries(), plain_numbers():
+        with without_dynamos_texts(), plain_libraries(), plain_numbers(), real_deletions():
             return convert(*args, **kwargs)
 
     with (

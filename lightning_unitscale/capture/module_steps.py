@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.dynamo_capture import unmarked
@@ -110,6 +110,12 @@ class ModuleSteps(ModuleState):
         if (executor, mode) != (self.executor, self.compile_mode):
             self.executor, self.compile_mode = executor, mode
             self.reset()
+
+    def see_uncaptured(self, read: Sequence[Tensor]) -> None:
+        """Let the passes check what a matmul that no graph runs reads in a step."""
+        if self.changes_function:
+            for graph_pass in self.passes:
+                graph_pass.see_uncaptured(self.module, read)
 
     def partition_by(self, partition_fn: Any) -> None:
         """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does."""

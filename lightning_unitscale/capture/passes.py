@@ -165,6 +165,9 @@ class GraphPass(abc.ABC):
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
         """Observe a parameter that several parts of a cut graph use."""
 
+    def see_uncaptured(self, module: nn.Module, read: Sequence[Tensor]) -> None:  # noqa: B027
+        """Check the tensors that a matmul of a captured step reads outside of all graphs."""
+
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Prepare for a call of a captured step of ``module``."""
 

@@ -26,6 +26,9 @@
 * Absent packages (:func:`absent_packages`). Dynamo runs ``importlib.metadata.version`` while it
   traces, and takes its PackageNotFoundError for its own failure, even if the code catches it.
   torchmetrics checks for ``torch_xla`` this way when it counts classes.
+* Deletions (:func:`real_deletions`). A step may set and delete an attribute that a layer does not
+  have outside of it: ``del layer.weight; layer.weight = mask * weight``, and the way back. Dynamo
+  would delete it again after the step, and ``nn.Module`` then deletes the parameter of that name.
 * Inference mode (:func:`drop_inference_mode`). AOTAutograd cannot trace a view of an ordinary
   tensor made in inference mode: the view has no version counter, which functionalization reads. Its
   graphs return no inference tensors anyway.
@@ -39,7 +42,8 @@ function to capture, ``ConvertFrameReturn``, whose default is to leave the funct
 itself cannot be taken back; ``tracing_state_functions``, ``tx`` in the handler that answers whether
 anything is compiled; ``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``,
 which runs what is not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
-``_exit_inference_mode``, which Dynamo puts into its graphs.
+``_exit_inference_mode``, which Dynamo puts into its graphs; ``SideEffects.codegen_update_mutated``,
+which writes a step's changes of objects, ``store_attr_mutations``, and ``DeletedVariable``.
 """
 
 from __future__ import annotations
@@ -50,9 +54,11 @@ import importlib.metadata
 import linecache
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from traceback import FrameSummary
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -67,11 +73,13 @@ from torch._dynamo.exc import (
     unimplemented,
 )
 from torch._dynamo.output_graph import GraphCompileReason
+from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects
 from torch._dynamo.trace_rules import _allowed_callable_ids, lookup_callable
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import (
     ConstantVariable,
+    DeletedVariable,
     SkipFunctionVariable,
     TorchInGraphFunctionVariable,
 )
@@ -176,10 +184,24 @@ _HINTS = (
     torch._dynamo.decorators.mark_unbacked,
 )
 # Hooks of transformers and peft on a frozen embedding, which give the checkpointed blocks behind it
-# gradients. Blocks inside a graph have them anyway. Dynamo breaks at ``requires_grad_``.
+# gradients. Blocks inside the same graph have them anyway. Dynamo breaks at ``requires_grad_``.
 _LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
+# The code of whole steps. Equal code objects are the same for the set.
+_STEPS: weakref.WeakSet[CodeType] = weakref.WeakSet()
 # Methods of loggers that return a value. All others only write.
 _LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
+
+
+def note_step(function: Callable[..., Any]) -> None:
+    """Note the function of a step, of which a capture may be one graph."""
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        _STEPS.add(code)
+
+
+def _is_whole(output: Any) -> bool:
+    """Check whether Dynamo captures a whole step now, rather than a function between breaks."""
+    return output.export or output.root_tx.f_code in _STEPS
 
 
 @contextlib.contextmanager
@@ -199,7 +221,8 @@ def quiet_libraries() -> Iterator[None]:
             self.push(ConstantVariable.create(None))
             return
         is_hint = getattr(fn, "name", "") == "requires_grad_"
-        if is_hint and self.f_code.co_name in _LETS_CHECKPOINTS_TRAIN and insist_on_one_graph():
+        is_hint = is_hint and self.f_code.co_name in _LETS_CHECKPOINTS_TRAIN
+        if is_hint and _is_whole(self.output) and insist_on_one_graph():
             self.push(fn.obj)
             return
         call(self, fn, args, kwargs)
@@ -292,6 +315,27 @@ def absent_packages() -> Iterator[None]:
             raise_observed_exception(type(error), tx, args=list(error.args))
 
     with shadowed_here(SkipFunctionVariable, call_function=call_or_raise):
+        yield
+
+
+@contextlib.contextmanager
+def real_deletions() -> Iterator[None]:
+    """Delete attributes after a step only if they existed before it."""
+    write = SideEffects.codegen_update_mutated
+
+    @functools.wraps(write)
+    def write_real_ones(self: Any, *args: Any, **kwargs: Any) -> None:
+        for variable, changes in self.store_attr_mutations.items():
+            if not isinstance(variable.mutation_type, AttributeMutationExisting):
+                continue
+            attributes = getattr(getattr(variable, "value", None), "__dict__", None)
+            for name, new in list(changes.items()):
+                is_deleted = isinstance(new, DeletedVariable)
+                if is_deleted and attributes is not None and name not in attributes:
+                    del changes[name]
+        write(self, *args, **kwargs)
+
+    with shadowed_here(SideEffects, codegen_update_mutated=write_real_ones):
         yield
 
 

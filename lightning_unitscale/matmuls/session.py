@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.operators import MatmulRule, Sources
 from lightning_unitscale.capture.patches import opened_layers
 from lightning_unitscale.matmuls.autograd_nodes import HandedOn, thread_number
@@ -36,7 +37,7 @@ from lightning_unitscale.matmuls.execute import Matmul, forget_copy, least_size,
 from lightning_unitscale.matmuls.measured_operands import Unrepresentable
 from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Extents, Measurement, Site
 from lightning_unitscale.matmuls.rounding import Numerics
-from lightning_unitscale.matmuls.sites import LOSS, Run, Sites
+from lightning_unitscale.matmuls.sites import LOSS, Run, Sites, runs_in_graph
 from lightning_unitscale.matmuls.steady import note_backward, note_forward
 from lightning_unitscale.matmuls.torch_internals import Kernel, graph_task
 from lightning_unitscale.matmuls.units import Units
@@ -81,6 +82,7 @@ class MatmulSession:
         self.counter: CoverageCounter | None = None
         self.is_open = True  # until :meth:`close`
         self.is_after_call = False  # whether a step continues after a call, until :meth:`end_step`
+        self.captured: ModuleSteps | None = None  # the module's captured steps, if it has any
         self.threads: list[int] = []  # numbers of the threads that run a call
 
     @contextlib.contextmanager
@@ -143,6 +145,8 @@ class MatmulSession:
             run = None if frame is None else self.sites.run_of(node, frame)
         elif SESSION.get() is self:
             run = self.sites.forward_run(frame)
+            if self.captured is not None and not runs_in_graph():
+                self.captured.see_uncaptured(operands)
         else:
             run = LOSS if graph_task() < 0 else None
         size = least_size(operands)

@@ -45,6 +45,11 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def runs_in_graph() -> bool:
+    """Check whether the code of a captured graph is on the stack."""
+    return any(id(frame.f_code) in LINES for frame in frames())
+
+
 def function_arguments() -> Iterator[Tensor]:
     """Yield the tensor arguments of the autograd functions on the stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)

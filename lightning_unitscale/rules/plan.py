@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from lightning_unitscale.arguments import check_choice, shown
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 
 Action = Literal["scaled", "zeroed", "left"]
@@ -73,6 +75,19 @@ def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[s
         index += 1
 
 
+def _without_frame(name: str) -> str:
+    """Return the name of a tensor without the number of its frame."""
+    return name.partition("@")[0]
+
+
+def _are_alike(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
+    """Check whether two operations may read the same tensors, of which inputs have no name."""
+    return len(first) == len(second) and all(
+        not one or not other or _without_frame(one) == _without_frame(other)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class RulePlan(Mapping[str, Decision]):
     """Decisions by step and tensor name, and plans by parameter path."""
@@ -97,7 +112,43 @@ class RulePlan(Mapping[str, Decision]):
     def find(self, step: str, name: str, identity: tuple[str, tuple[str, ...]]) -> Decision | None:
         """Return the decision on an operation of a step."""
         namesakes = _namesakes(self.decisions, key(step, name))
-        return next((decision for _, decision in namesakes if decision.identity == identity), None)
+        exact = (decision for _, decision in namesakes if decision.identity == identity)
+        return next(exact, None) or self._find_in_other_cut(step, name, identity)
+
+    def _find_in_other_cut(
+        self, step: str, name: str, identity: tuple[str, tuple[str, ...]]
+    ) -> Decision | None:
+        """Return the decision on an operation that another frame of the step had when planned."""
+        # A later graph break cuts the step into frames. Their operations must keep their factors,
+        # although what a frame reads from another one has no name.
+        base = _without_frame(name)
+        if base == name:
+            return None
+        op, reads = identity
+        found = [
+            decision
+            for decision in self._by_base.get(key(step, base), ())
+            if decision.op == op and _are_alike(decision.reads, reads)
+        ]
+        if any(
+            replace(one, reads=(), reason="") != replace(found[0], reads=(), reason="")
+            for one in found
+        ):
+            raise CaptureError.by_rules(
+                step,
+                f"a graph break cuts it anew, and {base} may be any of {len(found)} operations",
+                "Each has its own factors",
+                "Keep what breaks the graph out of the step",
+            )
+        return next(iter(found), None)
+
+    @functools.cached_property
+    def _by_base(self) -> dict[str, list[Decision]]:
+        """Return the decisions by key without frames and numbers of namesakes."""
+        found: dict[str, list[Decision]] = {}
+        for name, decision in self.decisions.items():
+            found.setdefault(_without_frame(name.partition("~")[0]), []).append(decision)
+        return found
 
     def updated(self, other: RulePlan) -> RulePlan:
         """Return this plan with the additions of another one. Existing decisions stay."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import fx
+from torch import Tensor, fx, nn
+from typing_extensions import override
 
 from lightning_unitscale.arguments import nearest, shown
 from lightning_unitscale.capture.aliasing import aliased_by_mutation
+from lightning_unitscale.capture.breaks import graph_breaks_since
 from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
@@ -27,6 +29,7 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.matmuls.gauge import FACTOR, UNSCALED
 from lightning_unitscale.rules.build_plan import plan_graph
 from lightning_unitscale.rules.decide import ATTENTION
@@ -146,6 +149,23 @@ class RuleRewrite(GraphPass):
             return ("nothing to scale",)
         origins = ", ".join(f"{count} by {name}" for name, count in counts.items() if count)
         return (f"factors on {counts.total()} operations: {origins}",)
+
+    @override
+    def see_uncaptured(self, module: nn.Module, read: Sequence[Tensor]) -> None:
+        scaled = {
+            parameter.untyped_storage().data_ptr(): fqn
+            for fqn, parameter in module.named_parameters()
+            if fqn in self.plan.parameters and self.plan.parameters[fqn].action == "scaled"
+        }
+        fqn = next(filter(None, (scaled.get(one.untyped_storage().data_ptr()) for one in read)), "")
+        if fqn:
+            last = "".join(f" ({reason})" for reason in graph_breaks_since(0)[-1:])
+            raise CaptureError.by_rules(
+                type(module).__name__,
+                f"a matmul reads {fqn} outside of the captured graphs{last}",
+                "The weight is at unit scale, and only graphs have its factors",
+                "Keep what breaks the graph out of the step",
+            )
 
     def report(self) -> str:
         """List every operation and parameter, with its factors and their reasons."""

@@ -202,6 +202,17 @@ def weight_is_written_in_the_step(m: Any, x: Tensor) -> Tensor:
 
 
 @zoo.step()
+def weight_is_replaced_in_the_step(m: Any, x: Tensor) -> Tensor:
+    weight = m.a.weight
+    del m.a.weight
+    m.a.weight = weight * (weight.abs() > 0.1)
+    result = m.b(m.a(x))
+    del m.a.weight
+    m.a.weight = weight
+    return result
+
+
+@zoo.step()
 def weight_is_written_between_its_uses(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).detach()
     with torch.no_grad():
