@@ -73,7 +73,7 @@ from torch._dynamo.exc import (
     unimplemented,
 )
 from torch._dynamo.output_graph import GraphCompileReason
-from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.trace_rules import _allowed_callable_ids, lookup_callable
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
@@ -83,6 +83,7 @@ from torch._dynamo.variables import (
     SkipFunctionVariable,
     TorchInGraphFunctionVariable,
 )
+from torch._dynamo.variables.base import AttributeMutationExisting
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import (
     LoggingLoggerVariable,

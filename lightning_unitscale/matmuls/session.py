@@ -145,11 +145,12 @@ class MatmulSession:
             run = None if frame is None else self.sites.run_of(node, frame)
         elif SESSION.get() is self:
             run = self.sites.forward_run(frame)
-            if self.captured is not None and not runs_in_graph():
-                self.captured.see_uncaptured(operands)
         else:
             run = LOSS if graph_task() < 0 else None
         size = least_size(operands)
+        is_outside = node is None and SESSION.get() is self and size and not runs_in_graph()
+        if self.captured is not None and is_outside:
+            self.captured.see_uncaptured(operands)
         if size is None:
             result = run_inside(original, *args, **kwargs)
             is_complex = any(operand.is_complex() for operand in operands)

@@ -28,6 +28,7 @@ from lightning_unitscale.capture.graph_nodes import (
     replace_other_uses,
     tensor_name,
 )
+from lightning_unitscale.capture.graph_recorder import local_part
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.matmuls.gauge import FACTOR, UNSCALED
@@ -92,6 +93,14 @@ def _counted(counts: Mapping[Any, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
+def _address_of(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins, or 0 if it has none."""
+    try:
+        return local_part(tensor).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # of a tensor subclass
+        return 0
+
+
 class RuleRewrite(GraphPass):
     """Pass that multiplies arguments and results by a plan's factors. Gradients follow."""
 
@@ -153,11 +162,12 @@ class RuleRewrite(GraphPass):
     @override
     def see_uncaptured(self, module: nn.Module, read: Sequence[Tensor]) -> None:
         scaled = {
-            parameter.untyped_storage().data_ptr(): fqn
+            _address_of(parameter): fqn
             for fqn, parameter in module.named_parameters()
             if fqn in self.plan.parameters and self.plan.parameters[fqn].action == "scaled"
         }
-        fqn = next(filter(None, (scaled.get(one.untyped_storage().data_ptr()) for one in read)), "")
+        scaled.pop(0, None)
+        fqn = next(filter(None, (scaled.get(_address_of(one)) for one in read)), "")
         if fqn:
             last = "".join(f" ({reason})" for reason in graph_breaks_since(0)[-1:])
             raise CaptureError.by_rules(
