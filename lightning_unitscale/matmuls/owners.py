@@ -56,7 +56,7 @@ def asking_session(
     # A node without a matmul may have triggered the recomputation of a checkpoint.
     sessions = [session for ref in list(OPEN.values()) if (session := ref()) is not None]
     checkpoint = next(filter(None, map(checkpoint_of, frames())), None)
-    owners = [session for session in sessions if session.sites.has_run(checkpoint)]
+    owners = [session for session in sessions if checkpoint in session.sites.starts]
     if not owners:
         # All matmuls of the checkpoint may belong to nested checkpoints.
         owners = [session for session in sessions if session.sites.owns_caller()]

@@ -115,8 +115,9 @@ class Sites:
         self.paths: dict[int, str] = {}
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        # For each checkpoint, the number of matmuls of a kind that ran in the step before it.
-        self._starts: WeakKeyDictionary[Any, dict[Key, int]] = WeakKeyDictionary()
+        # For each checkpoint whose body ran matmuls of this session, the number of matmuls of a kind
+        # that ran in the step before it.
+        self.starts: WeakKeyDictionary[Any, dict[Key, int]] = WeakKeyDictionary()
         self.kinds: defaultdict[Key, Kind] = defaultdict(Kind)  # by path and word
         # The same by the identity of the module and the instruction of its code (``steady.py``).
         self.called: dict[tuple[int, int], Kind] = {}
@@ -149,7 +150,7 @@ class Sites:
             else:
                 self._counts[key, episode] = index + 1
             if (checkpoint := checkpoint_under_way()) is not None:
-                self._starts.setdefault(checkpoint, {}).setdefault(key, index)
+                self.starts.setdefault(checkpoint, {}).setdefault(key, index)
         return self._site(key, roles, index)
 
     def find_all(self, matmuls: Sequence[tuple[Key, tuple[str, ...]]], run: Run) -> list[Site]:
@@ -199,11 +200,7 @@ class Sites:
         if index is not None:
             return index
         # A checkpoint's body continues the count from its first run.
-        return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
-
-    def has_run(self, checkpoint: object) -> bool:
-        """Check whether a checkpoint's body ran matmuls of this session."""
-        return checkpoint in self._starts
+        return self.starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
     def owns_caller(self) -> bool:
         """Check whether a module of this session is on the stack of the current node."""
