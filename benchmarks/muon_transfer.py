@@ -2,11 +2,11 @@
 
 The demo's GPT, with an output layer of its own, is trained for a short while by ``MuonAdamW``: Muon
 for the hidden matrices, AdamW at rate 1 for the others. The text is random, and the chances of a
-token depend on the two before it. So the loss falls smoothly from the first steps on, while on real
-text it stays on a plateau for many of them. Widths are 64 to 512 at one depth, and depths 1 to 4 at
-width 64. Muon's rates are a factor of 2 apart. A parabola through the lowest mean loss of all seeds
-and its neighbors gives the best rate between them. Seeds are drawn again for the spread of the best
-rate (a bootstrap).
+token depend on the pair of the two before it, which only attention and an MLP together can find. So
+the loss depends on Muon's rate after 100 steps, which on real text takes longer. Widths are 64 to
+512 at one depth, and depths 1 to 4 at width 64. Muon's rates are a factor of 2 apart. A parabola
+through the lowest mean loss of all seeds and its neighbors gives the best rate between them. Seeds
+are drawn again for the spread of the best rate (a bootstrap).
 
 Muon's Newton-Schulz iteration runs in FP32 here, since a CPU emulates BF16 matmuls, ten times as
 slowly. Every run is kept in the JSON file and not repeated.
@@ -52,9 +52,10 @@ BASE = (64, 1)
 HEAD_SIZE, CONTEXT, BATCH = 16, 16, 32
 NUM_TOKENS, SHARPNESS = 16, 3.0  # of the text
 STEPS, WARMUP = 100, 20
-RATES = (-4, -3, -2, -1, 0)  # exponents of 2
+RATES = (-3, -2, -1, 0)  # exponents of 2
 VALIDATION = 16  # batches
 Run = dict[str, Any]
+Shape = tuple[int, int]  # width and depth
 
 
 class Loss(nn.Module):
@@ -113,7 +114,7 @@ class Trial:
         start = {name: value.clone() for name, value in module.state_dict().items()}
         return cls(module, start, batches, validation)
 
-    def loss_at(self, log2_rate: float) -> float:
+    def loss_at(self, log2_rate: int) -> float:
         """Train at a rate from the same weights, and return the validation loss."""
         self.module.load_state_dict(self.start)
         optimizer = MuonAdamW(self.module.parameters(), lr=1.0, muon_lr=2.0**log2_rate)
@@ -148,7 +149,7 @@ def fp32_muon() -> Iterator[None]:
         torch.optim._muon._zeropower_via_newtonschulz = before
 
 
-def run_missing(runs: list[Run], seeds: Sequence[int], shapes: Sequence[tuple[int, int]]) -> None:
+def run_missing(runs: list[Run], seeds: Sequence[int], shapes: Sequence[Shape]) -> None:
     """Train what is not there yet, seed by seed, and write after each model."""
     done = {(run["width"], run["depth"], run["seed"], run["log2_rate"]) for run in runs}
     for seed, (width, depth) in itertools.product(seeds, shapes):
@@ -167,16 +168,14 @@ def run_missing(runs: list[Run], seeds: Sequence[int], shapes: Sequence[tuple[in
         FILE.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
 
 
-def vertex(losses: dict[float, float]) -> float:
+def vertex(losses: dict[int, float]) -> float:
     """Return the exponent of the rate at the vertex of the parabola through the best three."""
-    best = min(list(losses)[1:-1], key=lambda rate: losses[rate])
+    best = min(RATES[1:-1], key=lambda rate: losses[rate])
     left, middle, right = (losses[best + step] for step in (-1, 0, 1))
     return best + (left - right) / (2 * (left - 2 * middle + right))
 
 
-def mean_losses(
-    runs: Sequence[Run], shape: tuple[int, int], seeds: Sequence[int]
-) -> dict[float, float]:
+def mean_losses(runs: Sequence[Run], shape: Shape, seeds: Sequence[int]) -> dict[int, float]:
     """Return the mean loss over seeds by exponent of the rate."""
     found = {
         (run["log2_rate"], run["seed"]): run["loss"]
@@ -186,41 +185,54 @@ def mean_losses(
     return {rate: statistics.fmean(found[rate, seed] for seed in seeds) for rate in RATES}
 
 
-def table(runs: Sequence[Run], seeds: int) -> str:
-    """Return the best rate of every model, relative to the base model's."""
-    numbers = range(1, seeds + 1)
-    draws = list(itertools.product(numbers, repeat=seeds))
+def seeds_of(runs: Sequence[Run], shape: Shape) -> list[int]:
+    """Return the seeds with which a model has been trained at all rates."""
+    rates: dict[int, set[int]] = {}
+    for run in runs:
+        if (run["width"], run["depth"]) == shape:
+            rates.setdefault(run["seed"], set()).add(run["log2_rate"])
+    return sorted(seed for seed, done in rates.items() if done >= set(RATES))
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return the best rate of every model, relative to the base model's with the same seeds."""
     rows = []
     for shape in SHAPES:
-        losses = mean_losses(runs, shape, numbers)
+        seeds = [seed for seed in seeds_of(runs, shape) if seed in seeds_of(runs, BASE)]
+        if not seeds:
+            continue
+        losses = mean_losses(runs, shape, seeds)
         moved = [
             vertex(mean_losses(runs, shape, draw)) - vertex(mean_losses(runs, BASE, draw))
-            for draw in draws
+            for draw in itertools.product(seeds, repeat=len(seeds))
         ]
         rows.append(
             (
                 *shape,
+                len(seeds),
                 *(f"{loss:.3f}" for loss in losses.values()),
                 f"2^{vertex(losses):.2f}",
-                f"{2 ** (vertex(losses) - vertex(mean_losses(runs, BASE, numbers))):.2f}",
-                f"{2 ** statistics.pstdev(moved):.2f}",
+                f"{2 ** (vertex(losses) - vertex(mean_losses(runs, BASE, seeds))):.2f}",
+                f"{2 ** statistics.pstdev(moved):.2f}" if len(seeds) > 1 else "",
             )
         )
     rates = (f"2^{rate}" for rate in RATES)
-    return tabulate(rows, ("width", "depth", *rates, "best rate", "moved by", "spread"))
+    return tabulate(rows, ("width", "depth", "seeds", *rates, "best rate", "moved by", "spread"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--widths", type=int, nargs="+", default=sorted({w for w, _ in SHAPES}))
     parser.add_argument("--report", action="store_true", help="train nothing")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     runs: list[Run] = json.loads(FILE.read_text())["runs"] if FILE.exists() else []
-    if not arguments.report:
+    if not options.report:
+        shapes = [shape for shape in SHAPES if shape[0] in options.widths]
         with fp32_muon():
-            run_missing(runs, arguments.seeds, SHAPES)
-    print(table(runs, arguments.seeds))
+            run_missing(runs, range(1, options.seeds + 1), shapes)
+    print(table(runs))
 
 
 if __name__ == "__main__":
