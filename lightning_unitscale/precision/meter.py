@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -339,7 +341,7 @@ class Meter:
         }
         squares = {**exact, **averages, **estimates}
         for key in large_estimates(estimates, sum(squares.values()), effort, places):
-            error = self.gradient_error(format, lambda other, key=key: other == key, places)
+            error = self.gradient_error(format, functools.partial(operator.eq, key), places)
             squares[key] = error**2 * self.gradient_energy
         return squares
 
