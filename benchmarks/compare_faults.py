@@ -6,7 +6,7 @@ faulty run starts from weights 1e-6 apart, in FP32 or in FP8 (``simulate="fp8"``
 with a run in FP32. Clean pairs differ in the same ways, but for the fault.
 
 A fault counts as found if the named module is the one whose weight, result, gradient, sum or unit
-is wrong. Another ``--seed`` makes other models, data and faults.
+is wrong. Another ``--seed`` makes other models, data and faults, and is kept beside the others.
 
 Run: ``python benchmarks/compare_faults.py --seed 0``
 """
@@ -229,8 +229,9 @@ def main() -> None:
                 rows.append((f"FP32 against {precision.upper()}", kind, len(own), right))
     print(tabulate(rows, headers=("runs", "fault", "pairs", "right")))
     path = RESULTS / "compare_faults.json"
-    content = {"machine": machine(), "seed": options.seed, "results": results}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    seeds = json.loads(path.read_text())["seeds"] if path.exists() else {}
+    seeds[str(options.seed)] = {"machine": machine(), "results": results}
+    path.write_text(json.dumps({"seeds": seeds}, indent=1) + "\n")
     print(f"Written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 

@@ -416,7 +416,7 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> Outcome:
     if method.by_rules is not None:
         with torch.random.fork_rng():
             module(*first)  # decides on every operation, and sets the weights
-        scale_learning_rates(optimizer, _parameter_infos(module), method.by_rules)
+        scale_learning_rates(optimizer, parameter_infos(module), method.by_rules)
         # Gradients at unit scale have RMS 1 each, and the threshold is meant for a norm near 1.
         clip *= math.sqrt(sum(one.numel() for one in module.parameters()))
     losses = []
@@ -491,7 +491,7 @@ def optimizer_of(module: nn.Module, steps: int, rate: float, decay: float) -> tu
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def _parameter_infos(module: nn.Module) -> dict[Tensor, ParameterInfo]:
+def parameter_infos(module: nn.Module) -> dict[Tensor, ParameterInfo]:
     steps = steps_of(module)
     assert steps is not None
     (rules,) = (one for one in steps.passes if isinstance(one, RuleRewrite))

@@ -4,13 +4,11 @@ The demo's GPT on the demo's text, trained for a short while at rates a factor o
 to 256 at depth 4 and depths 2 to 8 at width 64, in the standard parametrization and under
 ``UnitScaleCallback("u-mup")``, the output layer with a weight of its own. The grid moves in whole
 octaves, so the table also gives the vertex of the parabola through the best rate and its two
-neighbours. Every run is kept in the JSON file and not repeated. ``--optimizer muon`` has the rate
-of Muon for the hidden weights under ``"u-mup"``, with AdamW at rate 1 for the others. Muon's
-Newton-Schulz iteration runs in FP32 here, since a CPU emulates BF16 matmuls, ten times as slowly.
+neighbours. Every run is kept in the JSON file and not repeated. Muon's rates are in
+``muon_transfer.py``.
 
     python benchmarks/lr_transfer.py                # what is missing, then the table and the plot
     python benchmarks/lr_transfer.py --report       # the table and the plot of what is there
-    python benchmarks/lr_transfer.py --optimizer muon --seeds 3 --widths 32 64 128
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,70 +29,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import lightning.pytorch as pl
 import torch
 from tabulate import tabulate
-from torch import Tensor
 
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.optim import MuonAdamW
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
-# Of each optimizer: the results, the plot, and the parametrizations.
-FILES = {"adamw": RESULTS / "lr_transfer.json", "muon": RESULTS / "lr_transfer_muon.json"}
-PLOTS = {"adamw": IMAGES / "lr_transfer.png", "muon": IMAGES / "lr_transfer_muon.png"}
-PARAMETRIZATIONS = {"adamw": ("standard", "u-mup"), "muon": ("u-mup, Muon",)}
+FILE = RESULTS / "lr_transfer.json"
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "lr_transfer.png"
+PARAMETRIZATIONS = ("standard", "u-mup")
 WIDTHS = (32, 64, 128, 256)
 DEPTHS = (2, 4, 8)
 BASE_WIDTH, BASE_DEPTH = 64, 4
 HEAD_SIZE = 16
 CONTEXT, BATCH = 64, 16
-STEPS = {"standard": 150, "u-mup": 150, "u-mup, Muon": 100}
+STEPS = 150
 # Exponents of 2, around the best rate of the base model.
 RATES = {
     "standard": range(-11, -5),
     "u-mup": range(-4, 4),
-    "u-mup, Muon": range(-4, 0),
 }
-
-
-def rates(parametrization: str, depth: int) -> list[float]:
-    """Exponents of 2 to train at. Muon's are divided by the root of the number of branches."""
-    shift = math.log2(2 * depth) / 2 if "Muon" in parametrization else 0.0
-    return [log2_rate - shift for log2_rate in RATES[parametrization]]
 
 
 Run = dict[str, object]
 
 
-class MuonGPT(GPT):
-    """The demo's GPT. Its learning rate is Muon's."""
-
-    def configure_optimizers(self) -> Any:
-        rate, share = self.hparams["learning_rate"], self._learning_rate_factor()
-        optimizer = MuonAdamW(self.parameters(), lr=1.0, muon_lr=rate, betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def newton_schulz(
-    grad: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
-) -> Tensor:
-    """Muon's orthogonalization in FP32; ``torch.optim.Muon`` casts to BF16 first."""
-    a, b, c = coefficients
-    wide = grad.T if grad.size(0) > grad.size(1) else grad
-    x = wide / wide.norm().clamp(min=eps)
-    for _ in range(num_steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if wide is not grad else x
-
-
 def train(parametrization: str, width: int, depth: int, log2_rate: float, seed: int) -> float:
     """Validation loss at the end of one run, in nats per byte; infinite if it diverged."""
     pl.seed_everything(seed, verbose=False)
-    kind = MuonGPT if "Muon" in parametrization else GPT
-    model = kind(
+    model = GPT(
         width=width,
         depth=depth,
         num_heads=width // HEAD_SIZE,
@@ -109,15 +71,15 @@ def train(parametrization: str, width: int, depth: int, log2_rate: float, seed: 
     data = TextDataModule(context=CONTEXT, batch_size=BATCH, val_samples=256)
     trainer = pl.Trainer(
         accelerator="cpu",
-        max_steps=STEPS[parametrization],
-        callbacks=[UnitScaleCallback("u-mup")] if "u-mup" in parametrization else [],
+        max_steps=STEPS,
+        callbacks=[UnitScaleCallback("u-mup")] if parametrization == "u-mup" else [],
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        val_check_interval=STEPS[parametrization],
+        val_check_interval=STEPS,
         check_val_every_n_epoch=None,
     )
     trainer.fit(model, data)
@@ -132,9 +94,7 @@ def shapes() -> list[tuple[int, int]]:
     return wide + deep
 
 
-def run_missing(
-    file: Path, runs: list[Run], seeds: int, parametrizations: Sequence[str], widths: Sequence[int]
-) -> None:
+def run_missing(runs: list[Run], seeds: int, parametrizations: Sequence[str]) -> None:
     """Train what is not there yet, the small models first, and write after each run."""
     keys = ("parametrization", "width", "depth", "log2_rate", "seed")
     done = {tuple(run[key] for key in keys) for run in runs}
@@ -143,8 +103,7 @@ def run_missing(
         for seed in range(1, seeds + 1)
         for parametrization in parametrizations
         for width, depth in sorted(shapes(), key=lambda shape: shape[0] ** 2 * shape[1])
-        if width in widths
-        for log2_rate in rates(parametrization, depth)
+        for log2_rate in RATES[parametrization]
     ]
     for case in plan:
         if case in done:
@@ -152,9 +111,7 @@ def run_missing(
         loss = train(*case)
         runs.append({**dict(zip(keys, case, strict=True)), "val_loss": loss})
         print(*case, f"{loss:.4f}", flush=True)
-        file.write_text(
-            json.dumps({**machine(), "steps": STEPS[case[0]], "runs": runs}, indent=1) + "\n"
-        )
+        FILE.write_text(json.dumps({**machine(), "steps": STEPS, "runs": runs}, indent=1) + "\n")
 
 
 def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict[float, float]:
@@ -201,7 +158,7 @@ def table(runs: list[Run], parametrizations: Sequence[str]) -> str:
     return tabulate(rows, headers=headers, floatfmt=".4f", disable_numparse=[4])
 
 
-def plot(path: Path, runs: list[Run], parametrizations: Sequence[str]) -> None:
+def plot(runs: list[Run], parametrizations: Sequence[str]) -> None:
     """Loss over rate, one panel per parametrization and direction."""
     import matplotlib
 
@@ -233,34 +190,28 @@ def plot(path: Path, runs: list[Run], parametrizations: Sequence[str]) -> None:
         row[0].set_ylabel("validation loss (nats per byte)")
     axes[0, 0].set_ylim(top=3.4)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    PLOT.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOT, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=list(RATES), action="append", help="parametrization")
     parser.add_argument("--report", action="store_true", help="train nothing")
-    parser.add_argument("--optimizer", choices=list(FILES), default="adamw")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--widths", type=int, nargs="+", choices=WIDTHS, default=WIDTHS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    wanted = arguments.only or PARAMETRIZATIONS[arguments.optimizer]
-    for name, known in PARAMETRIZATIONS.items():
-        parametrizations = [each for each in known if each in wanted]
-        if not parametrizations:
-            continue
-        file = FILES[name]
-        runs: list[Run] = json.loads(file.read_text())["runs"] if file.exists() else []
-        if not arguments.report:
-            run_missing(file, runs, arguments.seeds, parametrizations, arguments.widths)
-        print(table(runs, parametrizations))
-        plot(PLOTS[name], runs, parametrizations)
+    parametrizations = [
+        each for each in PARAMETRIZATIONS if each in (arguments.only or PARAMETRIZATIONS)
+    ]
+    runs: list[Run] = json.loads(FILE.read_text())["runs"] if FILE.exists() else []
+    if not arguments.report:
+        run_missing(runs, arguments.seeds, parametrizations)
+    print(table(runs, parametrizations))
+    plot(runs, parametrizations)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ computations are exempted as well, and the change that this makes is predicted a
 
 Rounding to nearest draws its errors by chance: a grid at another place gives others. The damage of
 one computation to the loss is measured in one step, as the report predicts it. Changes that lists
-of exemptions make are means over several places of the grid (``grid="moving"``), as are errors of
-the gradient. The noise floor of the loss is the standard error of the mean, the median over the
-lists. That of the gradient is the effect of moving all weights by a millionth, again the median.
+of exemptions make are means over places of the grid (``grid="moving"``) that the report did not
+use. Their noise floor is the standard error of this mean, the median over the lists.
 ``--training`` compares sets of equal FLOPs in trainings: the report's set, and the first and last
 layers.
 
@@ -20,7 +19,6 @@ layers.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import random
@@ -55,12 +53,12 @@ from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 FORMATS = ("E4M3FN", "E2M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4")
 STEPS = {"GPT": 200, "ResNet": 60}  # of training before the report
 NUM_LISTS = 30
-NUM_MOVED = 8  # lists that are measured again, for the gradient's noise
 EFFORT = Effort(directions=64, pairs=32)
 NUM_GRIDS = EFFORT.pairs  # places of the grid, for the loss
-OTHER_GRIDS = range(NUM_GRIDS, 3 * NUM_GRIDS)  # that the report does not use, for lists
 PLACES = num_places(EFFORT, is_moving=True)  # for the gradient
-MOVED = 1e-6  # relative change of the weights, by which the gradient's noise is measured
+# Places that the report does not use, for lists.
+OTHER_GRIDS = range(NUM_GRIDS, 3 * NUM_GRIDS)
+OTHER_PLACES = range(NUM_GRIDS, NUM_GRIDS + PLACES)
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -137,22 +135,26 @@ def lists(meter: Meter, report: PrecisionReport, format: str) -> list[dict[str, 
     rows = report.rows_of(format)
     generator, found = random.Random(0), []
     everything = loss_changes(meter, format, lambda _: True, OTHER_GRIDS)
-    whole = report.together[format]
+    whole = meter.gradient_errors(format, lambda _: True, OTHER_PLACES)
     for _ in range(NUM_LISTS):
         exempt = frozenset((row.name, row.computation) for row in rows if generator.random() < 0.5)
-        rest = loss_changes(
-            meter, format, lambda key, exempt=exempt: key not in exempt, OTHER_GRIDS
-        )
+
+        def is_rounded(key: Key, exempt: frozenset[Key] = exempt) -> bool:
+            return key not in exempt
+
+        rest = loss_changes(meter, format, is_rounded, OTHER_GRIDS)
         changes = [before - after for before, after in zip(everything, rest, strict=True)]
-        error = meter.gradient_error(format, lambda key, exempt=exempt: key not in exempt, PLACES)
+        errors = meter.gradient_errors(format, is_rounded, OTHER_PLACES)
+        falls = [before - after for before, after in zip(whole, errors, strict=True)]
         predicted = report.predicted_gain(tuple(exempt), format)
         found.append(
             {
                 "exempt": sorted(exempt),
                 "loss": statistics.mean(changes),
-                "loss_noise": statistics.stdev(changes) / math.sqrt(len(OTHER_GRIDS)),
+                "loss_noise": standard_error(changes),
                 "loss_predicted": predicted.loss_change,
-                "gradient": whole.gradient_error - error,
+                "gradient": root_mean_square(whole) - root_mean_square(errors),
+                "gradient_noise": standard_error(falls),
                 "gradient_predicted": predicted.gradient_error,
             }
         )
@@ -174,23 +176,14 @@ def loss_changes(
     return changes
 
 
-def add_gradient_noise(
-    module: nn.Module, batch: tuple[Tensor, Tensor], format: str, found: list[dict[str, Any]]
-) -> None:
-    """Measure the gradient's changes once more, with weights that are moved by a millionth."""
-    moved = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.mul_(1.0 + MOVED)
-    own = SimulateFormat(format, format, grid="moving")
-    with metering(moved, batch, {}, (format,), own=own) as meter:
-        whole = meter.gradient_error(format, lambda key: True, PLACES)
-        for one in found[:NUM_MOVED]:
-            exempt = set(one["exempt"])
-            error = meter.gradient_error(
-                format, lambda key, exempt=exempt: key not in exempt, PLACES
-            )
-            one["gradient_noise"] = abs(whole - error - one["gradient"])
+def standard_error(values: Sequence[float]) -> float:
+    """Of the values' mean."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    """As a report averages errors of the gradient over places."""
+    return math.hypot(*values) / math.sqrt(len(values))
 
 
 def within(found: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -198,7 +191,7 @@ def within(found: Sequence[dict[str, float]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for kind in ("loss", "gradient"):
         # The median, since the standard error of a few grids is itself uncertain.
-        floor = statistics.median(one[f"{kind}_noise"] for one in found if f"{kind}_noise" in one)
+        floor = statistics.median(one[f"{kind}_noise"] for one in found)
         above = [one for one in found if abs(one[kind]) > 10 * floor]
         result |= {
             f"{kind}_floor": floor,
@@ -224,13 +217,12 @@ def predict(name: str, steps: int, formats: Sequence[str]) -> dict[str, Any]:
             report = meter.report(EFFORT)
             changes = lists(meter, report, format)
             result[format] = {
+                "exemptions": {"lists": changes, **within(changes)},
                 "cost_steps": report.cost_steps,
                 "together": vars(report.together[format]),
                 "predicted": vars(report.predicted(format)),
                 "alone": alone(meter, report, format),
             }
-        add_gradient_noise(module, batch, format, changes)
-        result[format]["exemptions"] = {"lists": changes, **within(changes)}
         print(name, format, summary_row(result[format]), flush=True)
     return result
 

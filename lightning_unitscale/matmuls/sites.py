@@ -115,8 +115,7 @@ class Sites:
         self.paths: dict[int, str] = {}
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        # For each checkpoint whose body ran matmuls of this session, the number of matmuls of a kind
-        # that ran in the step before it.
+        # For each checkpoint that ran matmuls of this session, how many of a kind ran before it.
         self.starts: WeakKeyDictionary[Any, dict[Key, int]] = WeakKeyDictionary()
         self.kinds: defaultdict[Key, Kind] = defaultdict(Kind)  # by path and word
         # The same by the identity of the module and the instruction of its code (``steady.py``).

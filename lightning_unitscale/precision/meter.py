@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import math
+import operator
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -42,6 +45,7 @@ from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 from lightning_unitscale.precision.predicted_damage import (
     FEWEST_PAIRS,
     gradient_products,
+    large_estimates,
     loss_damage,
     num_places,
     read,
@@ -90,7 +94,8 @@ def precision_report(
         loss: Function from the step's output to its loss, if the step does not return it.
         exempt: Computations that are exempt when all are rounded together, as for :class:`FP8`.
         directions: Directions over which errors of the gradient are averaged. The relative standard
-            error of one prediction is at most ``sqrt(1 / (2 * directions))``.
+            error of one prediction is at most ``sqrt(1 / (2 * directions))``. The largest errors
+            are measured instead, one for each 8 directions (64 on a moving grid with 8 places).
         pairs: Pairs of steps over which the loss's second order is averaged. On a moving grid, each
             has a place of its own, and errors of the gradient are averaged over up to 8 of these.
         context: Context of the forward pass, such as an autocast.
@@ -246,30 +251,33 @@ class Meter:
         return loss - self.loss
 
     def lasting_change(
-        self, format: str, is_rounded: Callable[[Key], bool], places: int
+        self, format: str, is_rounded: Callable[[Key], bool], first: float, places: int
     ) -> float | None:
-        """Measure the mean of ``loss_change`` over places of a moving grid, if there are enough."""
+        """Measure the mean of ``loss_change`` over places of a moving grid, if there are enough.
+
+        ``first`` is the change at the first place, which is not measured again.
+        """
         if places < FEWEST_PAIRS or not self.move_grids(0):
             return None
-        changes = []
-        for place in range(places):
+        changes = [first]
+        for place in range(1, places):
             self.move_grids(place)
             changes.append(self.loss_change(format, is_rounded))
         self.move_grids(0)
         return statistics.mean(changes)
 
-    def gradient_error(
-        self, format: str, is_rounded: Callable[[Key], bool], places: int = 1
-    ) -> float:
+    def gradient_errors(
+        self, format: str, is_rounded: Callable[[Key], bool], places: Iterable[int] = (0,)
+    ) -> list[float]:
         """Measure the gradient's error with some backward computations rounded at once.
 
-        It is the root of the mean square over some places of a moving grid.
+        There is one error for each place of the grid.
         """
         rounded = TogetherPass(
             self.formats[format], lambda key: key[1] != _FORWARD and is_rounded(key)
         )
-        squares = []
-        for place in range(places):
+        errors = []
+        for place in places:
             self.move_grids(place)
             with self._step.watched():
                 _, gradients = self._step.run(rounded)
@@ -278,9 +286,16 @@ class Meter:
                 for one, other in zip(gradients, self._gradients, strict=True)
                 if one is not None and other is not None
             ]
-            squares.append(float(energy(apart)))
+            errors.append(relative(float(energy(apart)), self.gradient_energy))
         self.move_grids(0)
-        return relative(statistics.mean(squares), self.gradient_energy)
+        return errors
+
+    def gradient_error(
+        self, format: str, is_rounded: Callable[[Key], bool], places: int = 1
+    ) -> float:
+        """Measure the root of the mean square of ``gradient_errors`` over the first places."""
+        errors = self.gradient_errors(format, is_rounded, range(places))
+        return math.hypot(*errors) / math.sqrt(places)
 
     def report(self, effort: Effort, exempt: Sequence[Exemption] = ()) -> PrecisionReport:
         """Predict the damage of each computation, and measure that of all of them."""
@@ -304,10 +319,31 @@ class Meter:
                 inherited: Numbers = {}
                 change = self.loss_change(word, is_rounded, inherited)
                 error = self.gradient_error(word, is_rounded, places)
-                lasting = self.lasting_change(word, is_rounded, effort.pairs)
+                lasting = self.lasting_change(word, is_rounded, change, effort.pairs)
                 together[word] = Together(change, error, lasting)
-                rows += self._rows(word, loss, gradients[word], read(inherited))
+                squares = self._squares(word, *gradients[word], effort, places)
+                rows += self._rows(word, loss, squares, read(inherited))
         return PrecisionReport(self.loss, tuple(rows), together, tuple(exempt), self.cost_steps)
+
+    def _squares(
+        self,
+        format: str,
+        estimates: Mapping[Key, float],
+        averages: Mapping[Key, float],
+        effort: Effort,
+        places: int,
+    ) -> dict[Key, float]:
+        """Return squared errors of the gradient by computation, with large estimates measured."""
+        exact = {
+            key: error
+            for (word, key), error in read(self.base.added).items()
+            if word == format and key[1] != _FORWARD
+        }
+        squares = {**exact, **averages, **estimates}
+        for key in large_estimates(estimates, sum(squares.values()), effort, places):
+            error = self.gradient_error(format, functools.partial(operator.eq, key), places)
+            squares[key] = error**2 * self.gradient_energy
+        return squares
 
     def _rows(
         self,
@@ -327,7 +363,7 @@ class Meter:
                 damage = first.get((format, one.name))
                 damage = None if damage is None else damage + second
             else:
-                damage = lasting = relative(squares.get(key, error), self.gradient_energy)
+                damage = lasting = relative(squares[key], self.gradient_energy)
             yield LedgerRow(
                 one.name,
                 one.module,

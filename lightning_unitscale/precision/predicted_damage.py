@@ -27,6 +27,9 @@ FEWEST_PAIRS = 4
 # Places of a moving grid that errors of the gradient are averaged over. On a single one, errors of
 # different matmuls are not independent.
 _MOST_PLACES = 8
+# Share of the sum of squares from which an estimate is replaced by a measurement, and the number of
+# directions for each step of such measurements: they take half as many steps as tangents do.
+_LARGE_SHARE, _DIRECTIONS_PER_MEASUREMENT = 0.05, 2 * _DIRECTIONS_AT_ONCE
 
 
 def loss_damage(
@@ -91,11 +94,11 @@ def gradient_products(
     eps: float,
     effort: Effort,
     move_grids: Callable[[int], bool],
-) -> dict[str, dict[Key, float]]:
+) -> dict[str, tuple[dict[Key, float], dict[Key, float]]]:
     """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents.
 
-    If the grid moves, errors are averaged over several places, and the squares of the other
-    errors are there as well.
+    If the grid moves, errors are averaged over several places. In a second dictionary are the
+    squares of the errors of all computations, as they arise, averaged over the same places.
     """
     sums: dict[str, dict[Key, float]] = {word: {} for word in named}
     others: dict[str, dict[Key, float]] = {word: {} for word in named}
@@ -117,7 +120,21 @@ def gradient_products(
         for (word, key), square in read(tangents.added).items():
             others[word][key] = others[word].get(key, 0.0) + square / places
     move_grids(0)
-    return {word: others[word] | sums[word] for word in named}
+    return {word: (sums[word], others[word]) for word in named}
+
+
+def large_estimates(
+    estimates: Mapping[Key, float], total: float, effort: Effort, places: int
+) -> list[Key]:
+    """Return the computations whose estimated squares make up much of the sum of all, ``total``.
+
+    An estimate is uncertain by ``sqrt(2 / directions)`` of itself. A large one makes the sum as
+    uncertain, and with it the shares of all others. So it is worth a measurement, which needs a
+    step for each place of the grid.
+    """
+    large = [key for key, square in estimates.items() if square > _LARGE_SHARE * total]
+    most = effort.directions // (_DIRECTIONS_PER_MEASUREMENT * places)
+    return sorted(large, key=lambda key: -estimates[key])[:most]
 
 
 def read(numbers: Numbers) -> dict[Any, float]:

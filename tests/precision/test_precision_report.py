@@ -15,6 +15,7 @@ from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.precision.ledger import sketch
 from lightning_unitscale.precision.measured_step import Effort
 from lightning_unitscale.precision.meter import metering
+from lightning_unitscale.precision.predicted_damage import large_estimates
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
 from tests.helpers import assert_same_bits
@@ -174,6 +175,42 @@ def test_gradient_errors_of_weights_are_exact(trained):
             key = row.name, row.computation
             measured = meter.gradient_error("E4M3FN", lambda other, key=key: other == key)
             assert row.loss_change == pytest.approx(measured, rel=1e-3)
+
+
+def test_a_large_estimate_is_measured(trained):
+    module, batch = trained
+    with metering(module, batch, {}, ("E2M1FN",)) as meter:
+
+        def measured(directions):
+            rows = meter.report(Effort(directions=directions, pairs=1)).rows
+            keys = {row.lasting: (row.name, row.computation) for row in rows}
+            return [
+                key
+                for lasting, key in keys.items()
+                if key[1] == "input_gradient"
+                and lasting == meter.gradient_error("E2M1FN", lambda other, key=key: other == key)
+            ]
+
+        assert measured(directions=4) == []
+        assert len(measured(directions=8)) == 1
+    squares = {("a", "input_gradient"): 1.0, ("b", "input_gradient"): 2.0, ("c", "forward"): 0.1}
+    assert [key[0] for key in large_estimates(squares, 3.1, Effort(64), 1)] == ["b", "a"]
+    assert [key[0] for key in large_estimates(squares, 3.1, Effort(64), 8)] == ["b"]
+
+
+def test_the_first_place_is_measured_once(trained):
+    module, batch = trained
+    own = SimulateFormat("E2M1FN", "E2M1FN", grid="moving")
+    with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
+        costs = [meter.cost_steps]
+        first = meter.loss_change("E2M1FN", lambda key: True)
+        costs.append(meter.cost_steps)
+        mean = meter.lasting_change("E2M1FN", lambda key: True, first + 1.0, 5)
+        costs.append(meter.cost_steps)
+        assert costs[2] - costs[1] == pytest.approx(4 * (costs[1] - costs[0]))
+        assert mean == pytest.approx(
+            meter.lasting_change("E2M1FN", lambda key: True, first, 5) + 0.2
+        )
 
 
 def test_on_a_moving_grid_gradient_errors_of_weights_are_averaged_over_places(trained):
