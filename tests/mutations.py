@@ -445,7 +445,7 @@ MUTATIONS = (
     ),
     Mutation(
         "captured steps share what Dynamo keeps with other modules of their class",
-        "capture/compiled_graph.py",
+        "capture/graph_variants.py",
         "capture.with_own_code(function)",
         "function",
         "matmuls/test_lost_formats.py -k same_class",
@@ -973,7 +973,7 @@ MUTATIONS = (
     Mutation(
         "a module of Dynamo's that was captured often is not captured again",
         "memory/remat_module.py",
-        "    forget(step)\n",
+        "    forget_captures(step)\n",
         "",
         "memory/test_planner.py -k often",
     ),

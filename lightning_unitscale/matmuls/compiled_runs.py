@@ -38,7 +38,7 @@ _CODE: set[int] = set()
 OWN_CALLERS = ("ours", "compiler")
 
 
-class Place(NamedTuple):
+class MatmulNames(NamedTuple):
     """The names of a matmul and its module at compile time."""
 
     word: str  # name of the matmul
@@ -51,7 +51,7 @@ class GraphMatmul:
     """A matmul of a compiled graph, forward or backward."""
 
     rule: MatmulRule
-    place: Place  # of the forward matmul that it belongs to
+    names: MatmulNames  # of the forward matmul that it belongs to
     number: int  # in its graph
     forward: int  # number of that forward matmul; its own if it is a forward matmul
     sources: Sources  # which forward operand each operand is; ``None``: the output gradient
@@ -75,10 +75,10 @@ class GraphRun:
 
 
 class GraphRuns:
-    """The runs of a compiled graph, its callers and the places of its matmuls."""
+    """The runs of a compiled graph, its callers and the names of its matmuls."""
 
     def __init__(self, root: str) -> None:
-        self._places: dict[int, Place] = {}
+        self._names: dict[int, MatmulNames] = {}
         self._root = root
         self._of_node: dict[NodeKey, GraphRun] = {}
         # Two flags: the callers of the forward and of the backward graph are registered.
@@ -91,10 +91,10 @@ class GraphRuns:
             _mark_caller()
             self._are_known[is_backward] = True
 
-    def add_place(self, matmul: GraphMatmul) -> None:
-        """Record the place of a forward matmul."""
+    def add_names(self, matmul: GraphMatmul) -> None:
+        """Record the names of a forward matmul."""
         if not matmul.is_backward:
-            self._places[matmul.number] = matmul.place
+            self._names[matmul.number] = matmul.names
 
     def begin_run(self) -> GraphRun | None:
         """Begin a run of the forward graph; return ``None`` if it belongs to no session."""
@@ -107,9 +107,9 @@ class GraphRuns:
         if session is None or where is None or not session.is_open:
             return None
         sites = {}
-        for number, place in self._places.items():
-            path = _moved(place.path, self._root, where.path)
-            sites[number] = session.sites.find(place.word, place.roles, where._replace(path=path))
+        for number, names in self._names.items():
+            path = _moved(names.path, self._root, where.path)
+            sites[number] = session.sites.find(names.word, names.roles, where._replace(path=path))
         run = GraphRun(next(_NUMBERS), session.ref, sites)
         if (key := node_key(())) is not None:
             if len(self._of_node) >= _MAX_RUNS:
@@ -124,11 +124,11 @@ class GraphRuns:
         if session is None or where is None or where.result or not session.is_open:
             return None
         sites, met = {}, Counter[tuple[str, str]]()
-        for number, place in self._places.items():
-            run = where._replace(path=_moved(place.path, self._root, where.path))
-            key = run.path, place.word
+        for number, names in self._names.items():
+            run = where._replace(path=_moved(names.path, self._root, where.path))
+            key = run.path, names.word
             if number in numbers:
-                sites[number] = session.sites.ahead(place.word, place.roles, run, met[key])
+                sites[number] = session.sites.ahead(names.word, names.roles, run, met[key])
             met[key] += 1
         return session, sites
 
