@@ -97,11 +97,11 @@ def keys_of(node: Any) -> Iterator[NodeKey]:
         if source is None:
             continue
         if type(source) is _LEAF_NODE:
-            leaves.append(source.variable)  # latest_key prefers tensors that are no leaves
+            leaves.append(source)  # latest_key prefers tensors that are no leaves
         elif (known := source.metadata.get(_IDENTITY)) is not None:
             yield known, number
     for leaf in leaves:
-        if (known := _LEAVES.get(leaf)) is not None:
+        if (known := _LEAVES.get(leaf.variable)) is not None:
             yield known, number
 
 

@@ -142,6 +142,8 @@ class CompiledGraph(GraphRuns):
         super().__init__(root)
         self.matmuls: list[CompiledMatmul | PlainMatmul] = []
         self.num_factors = 0
+        # Of some matmuls: their first factor, the sizes of all from there, and which are theirs.
+        self._layouts: dict[tuple[int, ...], tuple[int, list[int], list[int]]] = {}
         # The matmuls that are measured together.
         self.looks: list[tuple[LookedAt, ...]] = []
         # By the sites of a session, since several blocks of a model may share the graph.
@@ -161,6 +163,7 @@ class CompiledGraph(GraphRuns):
             matmul.kin.append(matmul)
             self.num_factors += matmul.num_factors
         self.matmuls.append(matmul)
+        self._layouts.clear()
 
     def begin(self, operator: str) -> _UnitFactors:
         """Fix the units in force for a run of the forward graph and for its backward pass."""
@@ -217,18 +220,20 @@ class CompiledGraph(GraphRuns):
         # A factor's offset is part of a kernel's code. Without offsets, equal layers share kernels.
         if not matmuls:
             return []
-        between = [
-            matmul
-            for matmul in self.matmuls[min(matmuls) : max(matmuls) + 1]
-            if isinstance(matmul, CompiledMatmul)
-        ]
-        sizes = [matmul.num_factors for matmul in between]
+        if (known := self._layouts.get(matmuls := tuple(matmuls))) is None:
+            between = [
+                matmul
+                for matmul in self.matmuls[min(matmuls) : max(matmuls) + 1]
+                if isinstance(matmul, CompiledMatmul)
+            ]
+            position = {matmul.number: index for index, matmul in enumerate(between)}
+            sizes = [matmul.num_factors for matmul in between]
+            known = between[0].start, sizes, [position[number] for number in matmuls]
+            self._layouts[matmuls] = known
+        start, sizes, positions = known
         parts = [factors.new_empty(size) for size in sizes]
-        torch.split_with_sizes_copy(
-            factors.narrow(0, between[0].start, sum(sizes)), sizes, out=parts
-        )
-        of_number = {matmul.number: part for matmul, part in zip(between, parts, strict=True)}
-        return [of_number[number] for number in matmuls]
+        torch.split_with_sizes_copy(factors.narrow(0, start, sum(sizes)), sizes, out=parts)
+        return [parts[position] for position in positions]
 
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
         """Count matmuls, and measure their operands and addends."""

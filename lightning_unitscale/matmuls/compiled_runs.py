@@ -22,7 +22,7 @@ from lightning_unitscale.matmuls.compiler_internals import codes, pass_by_overri
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.owners import running_session
 from lightning_unitscale.matmuls.session import MatmulSession
-from lightning_unitscale.matmuls.sites import frames
+from lightning_unitscale.matmuls.sites import Key, frames
 from lightning_unitscale.matmuls.torch_internals import MODULE_CALL, OPERATOR_CALL, current_node
 
 # Runs have numbers. A graph has fewer matmuls than the distance between two runs' numbers.
@@ -78,8 +78,10 @@ class GraphRuns:
     """The runs of a compiled graph, its callers and the names of its matmuls."""
 
     def __init__(self, root: str) -> None:
-        self._names: dict[int, MatmulNames] = {}
+        self._matmul_names: dict[int, MatmulNames] = {}
         self._root = root
+        # The keys of its matmuls and the names of their operands, below each module that calls it.
+        self._named: dict[str, list[tuple[Key, tuple[str, ...]]]] = {}
         self._of_node: dict[NodeKey, GraphRun] = {}
         # Two flags: the callers of the forward and of the backward graph are registered.
         self._are_known = [False, False]
@@ -94,7 +96,8 @@ class GraphRuns:
     def add_names(self, matmul: GraphMatmul) -> None:
         """Record the names of a forward matmul."""
         if not matmul.is_backward:
-            self._names[matmul.number] = matmul.names
+            self._matmul_names[matmul.number] = matmul.names
+            self._named.clear()
 
     def begin_run(self) -> GraphRun | None:
         """Begin a run of the forward graph; return ``None`` if it belongs to no session."""
@@ -106,10 +109,12 @@ class GraphRuns:
             return self.of_node(node)
         if session is None or where is None or not session.is_open:
             return None
-        sites = {}
-        for number, names in self._names.items():
-            path = _moved(names.path, self._root, where.path)
-            sites[number] = session.sites.find(names.word, names.roles, where._replace(path=path))
+        if (named := self._named.get(where.path)) is None:
+            named = self._named[where.path] = [
+                ((_moved(names.path, self._root, where.path), names.word), names.roles)
+                for names in self._matmul_names.values()
+            ]
+        sites = dict(zip(self._matmul_names, session.sites.find_all(named, where), strict=True))
         run = GraphRun(next(_NUMBERS), session.ref, sites)
         if (key := node_key(())) is not None:
             if len(self._of_node) >= _MAX_RUNS:
@@ -124,7 +129,7 @@ class GraphRuns:
         if session is None or where is None or where.result or not session.is_open:
             return None
         sites, met = {}, Counter[tuple[str, str]]()
-        for number, names in self._names.items():
+        for number, names in self._matmul_names.items():
             run = where._replace(path=_moved(names.path, self._root, where.path))
             key = run.path, names.word
             if number in numbers:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -52,6 +52,9 @@ def function_arguments() -> Iterator[Tensor]:
         if frame.f_code.co_name == FUNCTION_NAME:
             yield from (arg for arg in function_call(frame) or () if isinstance(arg, Tensor))
         frame = frame.f_back
+
+
+Key = tuple[str, str]  # the path of a matmul's module, and the matmul's name
 
 
 class Run(NamedTuple):
@@ -108,12 +111,12 @@ class Sites:
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         # For each checkpoint, the number of matmuls of a kind that ran in the step before it.
-        self._starts: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
-        self.kinds: defaultdict[tuple[str, str], Kind] = defaultdict(Kind)  # by path and word
+        self._starts: WeakKeyDictionary[Any, dict[Key, int]] = WeakKeyDictionary()
+        self.kinds: defaultdict[Key, Kind] = defaultdict(Kind)  # by path and word
         # The same by the identity of the module and the instruction of its code (``steady.py``).
         self.called: dict[tuple[int, int], Kind] = {}
         # The numbers of matmuls in the other episodes than calls.
-        self._counts: dict[tuple[tuple[str, str], object], int] = {}
+        self._counts: dict[tuple[Key, object], int] = {}
         self._is_fresh = False
         self.episode = 0  # counts the calls; see :class:`Run`
 
@@ -144,7 +147,23 @@ class Sites:
                 self._starts.setdefault(checkpoint, {}).setdefault(key, index)
         return self._site(key, roles, index)
 
-    def _site(self, key: tuple[str, str], roles: tuple[str, ...], index: int) -> Site:
+    def find_all(self, matmuls: Sequence[tuple[Key, tuple[str, ...]]], run: Run) -> list[Site]:
+        """Return the sites of matmuls below a module that are about to run, in their order."""
+        episode = self.episode
+        if run.result or run.episode != episode or checkpoint_under_way() is not None:
+            return [
+                self.find(word, roles, run._replace(path=path)) for (path, word), roles in matmuls
+            ]
+        found = []
+        for key, roles in matmuls:
+            kind = self.kinds[key]
+            index = kind.next_index(episode)
+            kind.count, kind.episode = index + 1, episode
+            sites = kind.sites
+            found.append(sites[index] if index < len(sites) else self._site(key, roles, index))
+        return found
+
+    def _site(self, key: Key, roles: tuple[str, ...], index: int) -> Site:
         sites = self.kinds[key].sites
         path, word = key
         # Earlier ones may run on another rank.
@@ -167,7 +186,7 @@ class Sites:
         key = run.path, word
         return self._site(key, roles, self._index(key, run) + count)
 
-    def _index(self, key: tuple[str, str], run: Run) -> int:
+    def _index(self, key: Key, run: Run) -> int:
         if run.episode == self.episode:
             kind = self.kinds.get(key)
             return 0 if kind is None else kind.next_index(self.episode)

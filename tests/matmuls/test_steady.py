@@ -47,13 +47,14 @@ class Square(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         for index, layer in enumerate(self.layers):
             nn.init.normal_(layer.weight, std=4.0 ** (index - 1))
-        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.weight = nn.Parameter(torch.randn(8, 8).mT)
         self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
-        x = Alternating.apply(x, self.weight)
+        # Column-major, so that the operands of both of its gradients have the same strides.
+        x = Alternating.apply(x.mT.contiguous().mT, self.weight)
         return (x @ x.mT).mul(0.01).logsumexp(0).sum()
 
 
