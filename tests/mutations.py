@@ -257,8 +257,8 @@ MUTATIONS = (
     Mutation(
         "modules of one class share the names of the first in compiled graphs",
         "matmuls/compiled_runs.py",
-        "path = _moved(place.path, self._root, where.path)",
-        "path = place.path",
+        "(_moved(names.path, self._root, where.path), names.word)",
+        "(names.path, names.word)",
         "matmuls/test_compiled_sharing.py -k blocks",
     ),
     Mutation(
@@ -271,7 +271,7 @@ MUTATIONS = (
     Mutation(
         "what was compiled in a plain run stays without units",
         "matmuls/compiler_internals.py",
-        "if always or number != _Known.number:",
+        "if always or number != _NextGraph.number:",
         "if always:",
         "matmuls/test_aot_pass.py -k compiled_before",
     ),
@@ -445,7 +445,7 @@ MUTATIONS = (
     ),
     Mutation(
         "captured steps share what Dynamo keeps with other modules of their class",
-        "capture/compiled_graph.py",
+        "capture/graph_variants.py",
         "capture.with_own_code(function)",
         "function",
         "matmuls/test_lost_formats.py -k same_class",
@@ -973,7 +973,7 @@ MUTATIONS = (
     Mutation(
         "a module of Dynamo's that was captured often is not captured again",
         "memory/remat_module.py",
-        "    forget(step)\n",
+        "    forget_captures(step)\n",
         "",
         "memory/test_planner.py -k often",
     ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_unitscale.memory.budgets import bytes_of
+from lightning_unitscale.memory.budgets import parse_bytes
 from lightning_unitscale.memory.byte_owners import owners_table
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.profile_report import format_bytes
@@ -75,7 +75,7 @@ def _note(text: str, trainer: pl.Trainer, module: pl.LightningModule, arguments:
 def _capacity(text: str, device: torch.device) -> int | None:
     """Return the bytes of the device, from the error's text or from the device itself."""
     if (match := _CAPACITY.search(text)) is not None:
-        return bytes_of(match[1])
+        return parse_bytes(match[1])
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return None

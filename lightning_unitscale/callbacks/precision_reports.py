@@ -14,7 +14,7 @@ from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.loops.loggers import log_precision
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.matmuls.computations import Exemption, checked_exempt
-from lightning_unitscale.matmuls.coverage import first_of
+from lightning_unitscale.matmuls.coverage import join_first
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
@@ -89,7 +89,7 @@ class PrecisionReports:
         # All ranks leave out the union of their exemptions.
         (joint,) = joint_reasons({f"{name}|{what}": MEASURED for name, what in chosen})
         self.exempt([tuple(each.rsplit("|", 1)) for each in sorted(joint)])
-        names = first_of([f"{name} ({what})" for name, what in self._chosen or ()])
+        names = join_first([f"{name} ({what})" for name, what in self._chosen or ()])
         self.lines.append(f"Exempt from step {step} on, as measured: {names or 'nothing'}")
         rank_zero_info(f"UnitScaleCallback: {self.lines[-1]}. {report.summary()}")
 

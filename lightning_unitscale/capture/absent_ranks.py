@@ -164,7 +164,7 @@ def _imported_classes() -> tuple[type, ...]:
     return DTensor, AsyncCollectiveTensor
 
 
-def is_distributed(kinds: Any) -> bool:
+def has_distributed_class(kinds: Any) -> bool:
     """Check whether one of the classes is that of a shard or of a pending collective's result."""
     return any(issubclass(kind, _distributed_classes()) for kind in kinds)
 

@@ -24,7 +24,10 @@ from lightning_unitscale.capture.breaks import (
     reason_of,
     wants_dynamos_texts,
 )
-from lightning_unitscale.capture.compiled_graph import (
+from lightning_unitscale.capture.executors import Executor
+from lightning_unitscale.capture.fallback import Fallback, StaysPlain
+from lightning_unitscale.capture.graph_nodes import Names
+from lightning_unitscale.capture.graph_variants import (
     GraphBackend,
     GraphCall,
     GraphReached,
@@ -33,9 +36,6 @@ from lightning_unitscale.capture.compiled_graph import (
     StepState,
     stop_at_graph,
 )
-from lightning_unitscale.capture.executors import Executor
-from lightning_unitscale.capture.fallback import Fallback, StaysPlain
-from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.held_inputs import KeepingHeld, holds_inputs
 from lightning_unitscale.capture.module_state import ModuleState, SecondCapture
 from lightning_unitscale.capture.patches import kept_whole, opened_layers
@@ -278,7 +278,7 @@ class CapturedStep(StepState):
             raise inner from None
         if not self.num_graph_calls and is_watched():
             # Under such a mode Dynamo skips a step, permanently unless Dynamo is reset.
-            capture.forget(self.captured)
+            capture.forget_captures(self.captured)
         breaks = self.note_breaks_since(num_breaks)
         if result is not None or self.postponed.calls:
             # Otherwise the step would have skipped this batch.

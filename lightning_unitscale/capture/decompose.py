@@ -213,7 +213,7 @@ def _expand(
 ) -> None:
     """Replace ``node`` by the operations that ``function`` makes of its arguments."""
     graph = graph_module.graph
-    recorder = _Recorder(graph, node, sizes)
+    recorder = _NodeRecorder(graph, node, sizes)
     before = node.prev
     example = node.meta.get("example_value")
     differentiable = any(tensor.requires_grad for tensor in tensors_in(example))
@@ -247,7 +247,7 @@ def _expand(
     graph.erase_node(node)
 
 
-class _Recorder(TorchFunctionMode):
+class _NodeRecorder(TorchFunctionMode):
     """Mode that runs torch functions on example tensors and records each as a node."""
 
     def __init__(self, graph: fx.Graph, origin: fx.Node, sizes: SizeNodes) -> None:

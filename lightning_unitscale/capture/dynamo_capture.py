@@ -152,7 +152,7 @@ def forget_code(functions: Iterable[CodeType]) -> None:
         reset_code(code)
 
 
-def forget(function: Callable[..., Any]) -> None:
+def forget_captures(function: Callable[..., Any]) -> None:
     """Make Dynamo capture a function again that it may have given up on, and its resumed parts."""
     code = getattr(function, "__code__", None)
     if code is None:

@@ -36,10 +36,10 @@ from lightning_unitscale.capture.breaks import (
     num_graph_breaks,
     reason_raised,
 )
-from lightning_unitscale.capture.compiled_graph import StepState
 from lightning_unitscale.capture.dynamo_capture import around_captures, original_error
 from lightning_unitscale.capture.executors import CheckpointNotKept, Executor
 from lightning_unitscale.capture.graph_nodes import returned_loss
+from lightning_unitscale.capture.graph_variants import StepState
 from lightning_unitscale.capture.rollback import undoers
 from lightning_unitscale.capture.side_effects import find_node_hook, find_recorded_pass
 from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain

@@ -218,7 +218,7 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 @dataclass
-class _Run:
+class _OperationRun:
     """A run of consecutive operations of a part."""
 
     part: ShardedPart
@@ -263,9 +263,9 @@ class GatherParameters(GraphPass):
                 owners[node] = owners[source]
         return owners
 
-    def _runs(self, graph: StepGraph, owners: dict[fx.Node, ShardedPart]) -> list[_Run]:
-        runs: list[_Run] = []
-        running: list[_Run] = []
+    def _runs(self, graph: StepGraph, owners: dict[fx.Node, ShardedPart]) -> list[_OperationRun]:
+        runs: list[_OperationRun] = []
+        running: list[_OperationRun] = []
         for node in graph.graph.nodes:
             if node.op in {"placeholder", "get_attr", "output"}:
                 continue
@@ -274,7 +274,7 @@ class GatherParameters(GraphPass):
                 pairs = zip(running, needed, strict=False)
                 kept = len(list(takewhile(lambda pair: pair[0].part is pair[1], pairs)))
                 del running[kept:]
-                new = [_Run(part) for part in needed[kept:]]
+                new = [_OperationRun(part) for part in needed[kept:]]
                 runs += new
                 running += new
             for run in running:
@@ -307,7 +307,7 @@ class GatherParameters(GraphPass):
             needed |= dict.fromkeys(self._sharded.parts_around(part.path))
         return tuple(sorted(needed, key=self._sharded.parts.index))
 
-    def _surround(self, graph: fx.Graph, run: _Run) -> None:
+    def _surround(self, graph: fx.Graph, run: _OperationRun) -> None:
         """Call FSDP's hooks before and after a run, on its inputs and outputs."""
         inside = set(run.nodes)
         read = dict.fromkeys(

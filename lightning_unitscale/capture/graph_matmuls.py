@@ -59,8 +59,8 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Matmul:
-    """Matmul of a graph with its operands and addends."""
+class MatmulNode:
+    """A node that is a matmul, with its operands and addends."""
 
     node: fx.Node
     operands: tuple[Operand, ...]
@@ -113,7 +113,7 @@ def _roles_of(target: Any) -> ScaleRule | Roles | None:
     return None if rule is None or not rule.operands or writes else rule
 
 
-def matmul_of(node: fx.Node) -> Matmul | None:
+def matmul_of(node: fx.Node) -> MatmulNode | None:
     """Describe a node that is a matmul of real floating-point tensors."""
     is_call = node.op in ("call_function", "call_method")
     rule = _roles_of(node.target) if is_call else None
@@ -127,7 +127,7 @@ def matmul_of(node: fx.Node) -> Matmul | None:
     addends = tuple(operand for name in rule.addends for operand in _tensors(node, rule, name))
     if not all(is_float_tensor(operand.node) for operand in addends):
         return None
-    return Matmul(node, operands, addends)
+    return MatmulNode(node, operands, addends)
 
 
 def operands_of_call(

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 _ATTRIBUTE = "_lightning_unitscale_held"
 
 
-class Held:
+class HeldInput:
     """The numbers of an input that a backward pass computes with again."""
 
     def __init__(self, source: Tensor, alias: Tensor) -> None:
@@ -50,7 +50,7 @@ class Held:
         self.is_copied = True
 
 
-_LIVE: weakref.WeakSet[Held] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[HeldInput] = weakref.WeakSet()
 
 
 def holds_inputs() -> bool:
@@ -62,7 +62,7 @@ def hold(source: Tensor) -> Tensor:
     """Return an alias of an input, which keeps the input's memory and may get its own."""
     # Unlike ``detach()``, it shares no version counter: the source may be written.
     alias = source.data
-    held = Held(source, alias)
+    held = HeldInput(source, alias)
     setattr(alias, _ATTRIBUTE, held)  # it lives as long as the alias is saved
     _LIVE.add(held)
     return alias
@@ -70,7 +70,7 @@ def hold(source: Tensor) -> Tensor:
 
 def held(alias: Tensor) -> Tensor:
     """Return the numbers of the forward pass, in the backward pass."""
-    found: Held | None = getattr(alias, _ATTRIBUTE, None)
+    found: HeldInput | None = getattr(alias, _ATTRIBUTE, None)
     if found is None or found.is_copied or version_of(found.source) == found.version:
         return alias
     shape = "x".join(map(str, alias.shape)) or "without dimensions"

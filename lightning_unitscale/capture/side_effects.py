@@ -52,11 +52,11 @@ class Postponed:
         self.calls: list[_Call] = []
         # Kept, since Dynamo guards on them.
         self._methods = {
-            name: _Recorder(name, self.calls).record
+            name: _MethodRecorder(name, self.calls).record
             for name in names
             if callable(getattr(module, name, None))
         }
-        self._lists: dict[str, _Recorder] = {}
+        self._lists: dict[str, _MethodRecorder] = {}
         self._names_of_lists: frozenset[str] = frozenset()
 
     @property
@@ -72,7 +72,7 @@ class Postponed:
         if names != self._names_of_lists:
             self._names_of_lists = names
             self._lists = {
-                name: self._lists.get(name) or _Recorder(name, self.calls)
+                name: self._lists.get(name) or _MethodRecorder(name, self.calls)
                 for name in sorted(only_appended_to(self._module, self._step, names))
             }
         with shadowed(self._module, **self._methods, **self._lists):
@@ -95,7 +95,7 @@ class Postponed:
 _Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-class _Recorder:
+class _MethodRecorder:
     """Replacement for a method, or for a list that is empty before every step."""
 
     # Dynamo traces an ordinary append, and guards on nothing that changes.

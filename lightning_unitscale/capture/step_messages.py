@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from lightning_unitscale.capture.breaks import Reason, is_watched, joined_reasons, reason_of
-from lightning_unitscale.capture.compiled_graph import StepState
+from lightning_unitscale.capture.graph_variants import StepState
 
 # Blocks within which autograd does not save tensors as usual.
 _SAVING = ("saved_tensors_hooks", "save_on_cpu")

@@ -14,7 +14,7 @@ from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.cli.errors import argument_error
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
-from lightning_unitscale.memory.gpus import DEVICE_WORDS, device_type, full_name
+from lightning_unitscale.memory.gpus import DEVICE_WORDS, device_type, name_with_type
 from lightning_unitscale.memory.profile_report import check_sort_by
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
@@ -142,7 +142,7 @@ class ProfileCLI(UnitScaleCLI):
         trainer = self.config.trainer
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
         default = "cuda" if trainer.accelerator in gpus else "cpu"
-        self._device = full_name(self.config.device or default)
+        self._device = name_with_type(self.config.device or default)
         self._check_options()
         self._job = job = self._profiled_job()
         # The simulated devices need not exist here, and no run happens.
@@ -297,4 +297,4 @@ def tensorboard_command(trainer: pl.Trainer) -> str | None:
     `None` if the trainer logs nothing to TensorBoard.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-    return writer.tensorboard_command(loggers[0]) if loggers else None
+    return writer.command_for_logger(loggers[0]) if loggers else None

@@ -16,7 +16,7 @@ from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.cli.commands import ProfileCLI
 from lightning_unitscale.cli.profiled import ProfiledJob
-from lightning_unitscale.memory.budgets import bytes_of
+from lightning_unitscale.memory.budgets import parse_bytes
 from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
 from lightning_unitscale.memory.fitting import Fit, SizedStep
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, parse_device
@@ -112,7 +112,7 @@ class FitInCLI(ProfileCLI):
         memory, gpu = self.config.memory, parse_device(self._device)[1]
         if memory is None and gpu is not None:
             return gpu.memory_bytes - _CONTEXT_BYTES
-        num_bytes = bytes_of(int(memory) if str(memory).isdigit() else memory)
+        num_bytes = parse_bytes(int(memory) if str(memory).isdigit() else memory)
         if not num_bytes:
             raise ValueError(
                 f"memory={memory!r}: not a size. Expected bytes, or a string such as 24GiB. Pass "

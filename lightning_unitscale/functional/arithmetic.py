@@ -24,7 +24,7 @@ from lightning_unitscale.functional.call import scaled_call, scaled_op
 from lightning_unitscale.functional.rules import (
     Factors,
     ScaleRule,
-    broadcast,
+    broadcast_shapes,
     numel_of,
     product,
     register_rule,
@@ -47,7 +47,7 @@ _SELU_FLOOR = -1.7580993408473766
 def _uses(arguments: Mapping[str, Any]) -> tuple[float, float]:
     """Count the elements of the output that each element of both operands goes into."""
     input, other = arguments["input"], arguments["other"]
-    numel = product(broadcast(shape_of(input), shape_of(other)))
+    numel = product(broadcast_shapes(shape_of(input), shape_of(other)))
     return numel / max(numel_of(input), 1), numel / max(numel_of(other), 1)
 
 

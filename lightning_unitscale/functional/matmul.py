@@ -24,7 +24,7 @@ from lightning_unitscale.functional.moments import largest_of_normals
 from lightning_unitscale.functional.rules import (
     Factors,
     ScaleRule,
-    broadcast,
+    broadcast_shapes,
     numel_of,
     product,
     register_rule,
@@ -56,7 +56,7 @@ def _matmul_numel(left: tuple[int, ...], right: tuple[int, ...]) -> float:
     """Return the number of elements of a matmul, with its batch dimensions broadcast."""
     rows = left[-2] if len(left) > 1 else 1
     columns = right[-1] if len(right) > 1 else 1
-    return product(broadcast(left[:-2], right[:-2])) * rows * columns
+    return product(broadcast_shapes(left[:-2], right[:-2])) * rows * columns
 
 
 def _product_of(

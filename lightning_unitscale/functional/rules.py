@@ -218,7 +218,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple([concrete_size(size) for size in value.shape])
 
 
-def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+def broadcast_shapes(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that two shapes broadcast to."""
     length = max(len(first), len(second))
     first = (1,) * (length - len(first)) + first

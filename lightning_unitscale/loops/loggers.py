@@ -32,7 +32,7 @@ from lightning_unitscale.tensorboard.writer import (
     ScaleWriter,
     TensorBoardTabs,
     Thinning,
-    tensorboard_command,
+    command_for_logger,
     write_precision,
 )
 
@@ -239,7 +239,7 @@ class RunWriters:
                     self.to_tensorboard = writer
                     self._say(
                         f"ScaleMonitor: to see the scales during the run, start "
-                        f"{tensorboard_command(logger)} and open {SCALES_URL}"
+                        f"{command_for_logger(logger)} and open {SCALES_URL}"
                     )
         return list(self._writers.values())
 

@@ -30,11 +30,11 @@ from lightning_unitscale.matmuls.compiled_graphs import (
     LookedAt,
     PlainMatmul,
 )
-from lightning_unitscale.matmuls.compiler_internals import GraphPass
+from lightning_unitscale.matmuls.compiler_internals import InductorPass
 from lightning_unitscale.matmuls.joint_graphs import (
     MATMUL,
     arranged,
-    rule_of,
+    matmul_rule_of,
     tangents_of,
     value_of,
 )
@@ -45,7 +45,7 @@ _OURS = torch.ops.lightning_unitscale
 
 
 @dataclass(frozen=True)
-class _Known:
+class _NotedMatmul:
     """A matmul before Inductor fused it with a sum or split it from one."""
 
     name: str  # of its node
@@ -54,7 +54,7 @@ class _Known:
 
 
 class _Noted(threading.local):
-    matmuls: tuple[_Known, ...] = ()  # of the graph that this thread is compiling
+    matmuls: tuple[_NotedMatmul, ...] = ()  # of the graph that this thread is compiling
     graph: int | None = None  # its number
 
 
@@ -68,8 +68,8 @@ def note_matmuls(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if MATMUL in node.meta:
             _NOTED.graph, index = node.meta[MATMUL]
-            if (rule := rule_of(node)) is not None:
-                matmuls.append(_Known(node.name, _operands(rule, node), index))
+            if (rule := matmul_rule_of(node)) is not None:
+                matmuls.append(_NotedMatmul(node.name, _operands(rule, node), index))
     _NOTED.matmuls = tuple(matmuls)
 
 
@@ -81,15 +81,15 @@ def finish_graph(graph: fx.Graph) -> None:
 
 
 PASSES = (
-    GraphPass("post_grad_custom_pre_pass", note_matmuls),
-    GraphPass("post_grad_custom_post_pass", finish_graph),
+    InductorPass("post_grad_custom_pre_pass", note_matmuls),
+    InductorPass("post_grad_custom_post_pass", finish_graph),
 )
 
 
 class _Finishing:
     """The rewriting of one graph."""
 
-    def __init__(self, graph: fx.Graph, index: int, known: list[_Known]) -> None:
+    def __init__(self, graph: fx.Graph, index: int, known: list[_NotedMatmul]) -> None:
         self._graph = graph
         self._index = index
         self._known = known
@@ -100,7 +100,7 @@ class _Finishing:
         matmuls = GRAPHS[self._index].matmuls
         found = []
         for node in list(self._graph.nodes):
-            rule = rule_of(node)
+            rule = matmul_rule_of(node)
             index = self._found(rule, node)
             if index is not None:
                 found.append((node, rule, index))

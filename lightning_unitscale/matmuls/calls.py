@@ -137,7 +137,7 @@ def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
     CALLS[key] = (session, call)
 
 
-def forget(session: weakref.ref[Any]) -> None:
+def forget_calls(session: weakref.ref[Any]) -> None:
     """Drop the calls of a session, so that its pending backward passes run unscaled."""
     for key in [key for key, (whose, _) in list(CALLS.items()) if whose is session]:
         CALLS.pop(key, None)
@@ -224,7 +224,7 @@ _MAX_NODES = 2**10
 
 
 @dataclass
-class _Made:
+class _CreatedNodes:
     """The autograd nodes that calls created on one thread."""
 
     # The node numbers of each call and its session, in the order in which the calls ended.
@@ -252,7 +252,7 @@ def _if_open(ref: weakref.ref[Any]) -> Any:
 
 
 # By the number of the thread.
-_MADE: dict[int, _Made] = {}
+_MADE: dict[int, _CreatedNodes] = {}
 
 
 @contextlib.contextmanager
@@ -262,7 +262,7 @@ def making(session: weakref.ref[Any]) -> Iterator[None]:
     if made is None:
         if len(_MADE) >= _MAX_THREADS:
             del _MADE[min(list(_MADE), key=lambda thread: len(_MADE[thread].finished))]
-        made = _MADE[thread_number()] = _Made()
+        made = _MADE[thread_number()] = _CreatedNodes()
     first = last_sequence_number() + 1
     made.running.append((first, session))
     note_thread()

@@ -34,7 +34,7 @@ from lightning_unitscale.matmuls.compiled_fp8 import (
     numbers_of,
 )
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
-from lightning_unitscale.matmuls.compiler_internals import GraphPass, guard_by, note_strides
+from lightning_unitscale.matmuls.compiler_internals import InductorPass, guard_by, note_strides
 from lightning_unitscale.matmuls.execute import forget_copy
 from lightning_unitscale.matmuls.fp8_linear import Mode, is_weight
 from lightning_unitscale.matmuls.joint_graphs import (
@@ -43,7 +43,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     RECOMPUTE,
     JointMatmuls,
     arrangements,
-    rule_of,
+    matmul_rule_of,
     value_of,
 )
 from lightning_unitscale.matmuls.owners import running_session
@@ -107,7 +107,7 @@ class RoundedGraph(GraphRuns):
 
     def add(self, matmul: RoundedMatmul) -> None:
         """Append a matmul."""
-        self.add_place(matmul)
+        self.add_names(matmul)
         self._has_backward |= matmul.is_backward
         self.matmuls.append(matmul)
 
@@ -234,7 +234,7 @@ def _round(graph: fx.Graph) -> None:
         FormatsInGraph(graph, session).run()
 
 
-PASS = GraphPass("joint_custom_pre_pass", _round)
+PASS = InductorPass("joint_custom_pre_pass", _round)
 
 
 class FormatsInGraph:
@@ -254,7 +254,7 @@ class FormatsInGraph:
         found = [
             (node, rule)
             for node in self._graph.nodes
-            if (rule := rule_of(node)) is not None and _can_move(node)
+            if (rule := matmul_rule_of(node)) is not None and _can_move(node)
         ]
         if not found:
             return
@@ -321,8 +321,8 @@ class FormatsInGraph:
     def _look_for_weight(self, matmul: RoundedMatmul, node: fx.Node) -> None:
         """Find out whether the second operand of a matmul is a weight or an input."""
         module = self._session.sites.module
-        layer = None if module is None else module.get_submodule(matmul.place.path)
-        matmul.is_weight = is_weight(matmul.place.word, value_of(node), layer)
+        layer = None if module is None else module.get_submodule(matmul.names.path)
+        matmul.is_weight = is_weight(matmul.names.word, value_of(node), layer)
         for source in arrangements(node):
             if source.op == "placeholder" and not matmul.is_weight:
                 if source not in self._inputs:

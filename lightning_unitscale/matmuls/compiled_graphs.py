@@ -105,7 +105,7 @@ class LookedAt:
 
 
 @dataclass(eq=False)
-class _Factors:
+class _UnitFactors:
     """The factors of a graph for the units of some sites."""
 
     exponents: list[int]
@@ -131,7 +131,7 @@ class _Now(threading.local):
 
     def __init__(self) -> None:
         self.run: GraphRun | None = None
-        self.factors = _Factors([])
+        self.factors = _UnitFactors([])
         self.operators: set[str] = set()
 
 
@@ -147,15 +147,15 @@ class CompiledGraph(GraphRuns):
         # The matmuls that are measured together.
         self.looks: list[tuple[LookedAt, ...]] = []
         # By the sites of a session, since several blocks of a model may share the graph.
-        self._factors: WeakKeyDictionary[MatmulSession, dict[tuple[int, ...], _Factors]]
+        self._factors: WeakKeyDictionary[MatmulSession, dict[tuple[int, ...], _UnitFactors]]
         self._factors = WeakKeyDictionary()
-        self._ones = _Factors([])
+        self._ones = _UnitFactors([])
         self._now = _Now()
 
     def add(self, matmul: CompiledMatmul | PlainMatmul) -> None:
         """Append a matmul."""
         if isinstance(matmul, CompiledMatmul):
-            self.add_place(matmul)
+            self.add_names(matmul)
             matmul.start = self.num_factors
             first = self.matmuls[matmul.forward] if matmul.is_backward else matmul
             assert isinstance(first, CompiledMatmul), "it has backward matmuls"
@@ -165,7 +165,7 @@ class CompiledGraph(GraphRuns):
         self.matmuls.append(matmul)
         self._layouts.clear()
 
-    def begin(self, operator: str) -> _Factors:
+    def begin(self, operator: str) -> _UnitFactors:
         """Fix the units in force for a run of the forward graph and for its backward pass."""
         now = self._now
         if not now.operators or operator in now.operators:
@@ -185,15 +185,15 @@ class CompiledGraph(GraphRuns):
         now.run, now.operators = found or now.run, set()
         return now.run
 
-    def _factors_of(self, run: GraphRun | None) -> _Factors:
+    def _factors_of(self, run: GraphRun | None) -> _UnitFactors:
         session = None if run is None else run.session()
         if run is None or session is None:
             if len(self._ones.exponents) != self.num_factors:
-                self._ones = _Factors([0] * self.num_factors)
+                self._ones = _UnitFactors([0] * self.num_factors)
             return self._ones
         sites = run.sites
         factors = self._factors.setdefault(session, {}).setdefault(
-            tuple(map(id, sites.values())), _Factors([0] * self.num_factors)
+            tuple(map(id, sites.values())), _UnitFactors([0] * self.num_factors)
         )
         known = [(s.log2_units, s.log2_gamma, *s.plain.values()) for s in sites.values()]
         if known != factors.known:
@@ -209,7 +209,7 @@ class CompiledGraph(GraphRuns):
         self.note_caller(is_backward=is_backward)
         if is_backward:
             run = self.resume()
-            factors = _Factors([0] * self.num_factors if run is None else run.exponents)
+            factors = _UnitFactors([0] * self.num_factors if run is None else run.exponents)
         else:
             factors = self.begin("compiled_factors")
         # Inductor may reuse the memory of an operator's result after its last read.

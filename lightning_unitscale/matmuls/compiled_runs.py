@@ -38,7 +38,7 @@ _CODE: set[int] = set()
 OWN_CALLERS = ("ours", "compiler")
 
 
-class Place(NamedTuple):
+class MatmulNames(NamedTuple):
     """The names of a matmul and its module at compile time."""
 
     word: str  # name of the matmul
@@ -51,7 +51,7 @@ class GraphMatmul:
     """A matmul of a compiled graph, forward or backward."""
 
     rule: MatmulRule
-    place: Place  # of the forward matmul that it belongs to
+    names: MatmulNames  # of the forward matmul that it belongs to
     number: int  # in its graph
     forward: int  # number of that forward matmul; its own if it is a forward matmul
     sources: Sources  # which forward operand each operand is; ``None``: the output gradient
@@ -75,10 +75,10 @@ class GraphRun:
 
 
 class GraphRuns:
-    """The runs of a compiled graph, its callers and the places of its matmuls."""
+    """The runs of a compiled graph, its callers and the names of its matmuls."""
 
     def __init__(self, root: str) -> None:
-        self._places: dict[int, Place] = {}
+        self._matmul_names: dict[int, MatmulNames] = {}
         self._root = root
         # The keys of its matmuls and the names of their operands, below each module that calls it.
         self._named: dict[str, list[tuple[Key, tuple[str, ...]]]] = {}
@@ -93,10 +93,10 @@ class GraphRuns:
             _mark_caller()
             self._are_known[is_backward] = True
 
-    def add_place(self, matmul: GraphMatmul) -> None:
-        """Record the place of a forward matmul."""
+    def add_names(self, matmul: GraphMatmul) -> None:
+        """Record the names of a forward matmul."""
         if not matmul.is_backward:
-            self._places[matmul.number] = matmul.place
+            self._matmul_names[matmul.number] = matmul.names
             self._named.clear()
 
     def begin_run(self) -> GraphRun | None:
@@ -111,10 +111,10 @@ class GraphRuns:
             return None
         if (named := self._named.get(where.path)) is None:
             named = self._named[where.path] = [
-                ((_moved(place.path, self._root, where.path), place.word), place.roles)
-                for place in self._places.values()
+                ((_moved(names.path, self._root, where.path), names.word), names.roles)
+                for names in self._matmul_names.values()
             ]
-        sites = dict(zip(self._places, session.sites.find_all(named, where), strict=True))
+        sites = dict(zip(self._matmul_names, session.sites.find_all(named, where), strict=True))
         run = GraphRun(next(_NUMBERS), session.ref, sites)
         if (key := node_key(())) is not None:
             if len(self._of_node) >= _MAX_RUNS:
@@ -129,11 +129,11 @@ class GraphRuns:
         if session is None or where is None or where.result or not session.is_open:
             return None
         sites, met = {}, Counter[tuple[str, str]]()
-        for number, place in self._places.items():
-            run = where._replace(path=_moved(place.path, self._root, where.path))
-            key = run.path, place.word
+        for number, names in self._matmul_names.items():
+            run = where._replace(path=_moved(names.path, self._root, where.path))
+            key = run.path, names.word
             if number in numbers:
-                sites[number] = session.sites.ahead(place.word, place.roles, run, met[key])
+                sites[number] = session.sites.ahead(names.word, names.roles, run, met[key])
             met[key] += 1
         return session, sites
 

@@ -90,7 +90,7 @@ _BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(
 )
 
 
-class GraphPass(CustomGraphPass):
+class InductorPass(CustomGraphPass):
     """An Inductor pass that runs after the user's own passes."""
 
     def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
@@ -148,7 +148,7 @@ def guard_by(check: Callable[[], bool], text: str) -> bool:
     return True
 
 
-class _Known:
+class _NextGraph:
     """The next graph's number, provided that Dynamo holds only graphs of sessions."""
 
     number = 0
@@ -156,7 +156,7 @@ class _Known:
 
 def note_compiled() -> None:
     """Record that a graph is being compiled for a session."""
-    _Known.number += 1
+    _NextGraph.number += 1
 
 
 def forget_others(*, always: bool) -> None:
@@ -165,9 +165,9 @@ def forget_others(*, always: bool) -> None:
     # A graph from an ordinary run lacks our operators, and a later session would run it unscaled.
     # A graph of another session serves this one as well.
     number = next(AOT_COUNTER)
-    if always or number != _Known.number:
+    if always or number != _NextGraph.number:
         torch.compiler.reset()
-    _Known.number = number + 1
+    _NextGraph.number = number + 1
 
 
 def is_of_backward(node: fx.Node) -> bool:

@@ -248,7 +248,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
-def first_of(texts: Sequence[str]) -> str:
+def join_first(texts: Sequence[str]) -> str:
     """Join the first few texts, and count the rest."""
     more = len(texts) - _NUM_NAMED
     return "; ".join(texts[:_NUM_NAMED]) + (f"; and {more} more" if more > 0 else "")
@@ -325,4 +325,4 @@ def _text(lost: Sequence[MatmulCount], coverage: Coverage) -> str:
 def _named(counts: Sequence[MatmulCount]) -> str:
     """List modules and reasons, those with the most FLOPs first."""
     flops = _flops_by(counts, lambda count: (_module_name(count), count.outside))
-    return first_of([f"{module} ({reason})" for (module, reason), _ in flops.most_common()])
+    return join_first([f"{module} ({reason})" for (module, reason), _ in flops.most_common()])

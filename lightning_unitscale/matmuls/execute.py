@@ -82,7 +82,7 @@ class Again:
     unscaled: tuple[int, ...] = ()  # exponents of the results' factors
 
 
-class Visit(NamedTuple):
+class BackwardMatmul(NamedTuple):
     """A backward matmul that an autograd node runs."""
 
     rule: MatmulRule
@@ -111,7 +111,7 @@ class Matmul:
     # sources.
     backward: dict[tuple[int, Sources], tuple[int, Matmul]] = field(default_factory=dict)
     # The same by the number of a visit and the placement of its own operands.
-    visits: dict[tuple[int, Placement], Visit] = field(default_factory=dict)
+    visits: dict[tuple[int, Placement], BackwardMatmul] = field(default_factory=dict)
     # How it runs again, by the placement of its operands.
     again: dict[Placement, Again] = field(default_factory=dict)
 

@@ -151,20 +151,20 @@ ONE = Unit()
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorUnits:
     """The units of a tensor at the matmuls that read it."""
 
     sigma: Unit = ONE  # forward unit of the stored value
     gamma: Unit = ONE  # unit of the stored gradient
 
 
-_TRUE = Held()
+_TRUE = TensorUnits()
 
 
-def held_units(graph: StepGraph) -> dict[str, Held]:
+def held_units(graph: StepGraph) -> dict[str, TensorUnits]:
     """Return the units in which matmuls read each tensor, by its name."""
     places = Places(graph)
-    held: dict[str, Held] = {}
+    held: dict[str, TensorUnits] = {}
     for region in places.regions:
         for matmul in filter(None, map(matmul_of, region.graph.nodes)):
             # The gauge's name of a matmul ignores the factors of rules.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.operators import RULES, MatmulRule, Sources, UnreachedRule
-from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, Place
+from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, MatmulNames
 from lightning_unitscale.matmuls.compiler_internals import is_of_backward
 from lightning_unitscale.matmuls.execute import least_size
 from lightning_unitscale.matmuls.session import MatmulSession
@@ -82,18 +82,18 @@ class JointMatmuls:
     def describe(self, node: fx.Node, rule: MatmulRule, number: int) -> GraphMatmul:
         """Describe a matmul before it runs."""
         word, roles = rule.name_in(arguments_of(node))
-        place = Place(word, roles, self.path_of(node))
+        names = MatmulNames(word, roles, self.path_of(node))
         operands, autograd_node = rule.operands_in(node.args), node.meta.get("seq_nr")
         sources, flops = tuple(range(len(operands))), flops_of(rule, node)
-        found = GraphMatmul(rule, place, number, number, sources, flops)
+        found = GraphMatmul(rule, names, number, number, sources, flops)
         known = [] if autograd_node is None else self._forward[autograd_node]
         if not (node in self.after_tangents or is_of_backward(node)):
             known.append((found, operands))
         elif (belongs := self._forward_of(rule, operands, known, autograd_node)) is not None:
             forward, found.sources = belongs
-            found.forward, found.place = forward.number, forward.place
+            found.forward, found.names = forward.number, forward.names
         else:
-            found.place = place._replace(word=f"{word}@backward")
+            found.names = names._replace(word=f"{word}@backward")
         return found
 
     def _forward_of(
@@ -119,7 +119,7 @@ class JointMatmuls:
         return self.root
 
 
-def rule_of(node: fx.Node) -> MatmulRule | None:
+def matmul_rule_of(node: fx.Node) -> MatmulRule | None:
     """Return the rule of a node that is a matmul of real tensors; ``None`` for others."""
     rule = _RULES.get(str(node.target)) if node.op == "call_function" else None
     if rule is None or len((rule := rule.reading(node.args, node.kwargs)).operands) < 2:

@@ -25,7 +25,7 @@ from lightning_unitscale.matmuls.compiled_graphs import (
     CompiledMatmul,
     PlainMatmul,
 )
-from lightning_unitscale.matmuls.compiler_internals import GraphPass, note_compiled
+from lightning_unitscale.matmuls.compiler_internals import InductorPass, note_compiled
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
     CHECKPOINT,
@@ -36,7 +36,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     NewNodes,
     arranged,
     flops_of,
-    rule_of,
+    matmul_rule_of,
     tangents_of,
     value_of,
 )
@@ -67,7 +67,7 @@ def _give_units(graph: fx.Graph) -> None:
         UnitsInGraph(graph, session).run()
 
 
-PASS = GraphPass("joint_custom_post_pass", _give_units)
+PASS = InductorPass("joint_custom_post_pass", _give_units)
 
 
 class UnitsInGraph:
@@ -85,7 +85,7 @@ class UnitsInGraph:
         """Rewrite the graph."""
         found = []
         for node in list(self._graph.nodes):
-            rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
+            rule, unreached = matmul_rule_of(node), _UNREACHED.get(str(node.target))
             has_one = self._is_fused and rule is not None and _reads_one_channel(rule, node)
             if rule is not None and not (self._session.numerics or has_one):
                 matmul = self._matmuls.describe(node, rule, len(self._compiled.matmuls))

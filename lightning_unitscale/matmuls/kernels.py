@@ -23,7 +23,7 @@ from lightning_unitscale.capture.operators import (
     UnreachedRule,
 )
 from lightning_unitscale.matmuls import aot_pass, compiled_formats, joint_units
-from lightning_unitscale.matmuls.calls import forget, forget_made, leave
+from lightning_unitscale.matmuls.calls import forget_calls, forget_made, leave
 from lightning_unitscale.matmuls.compiled_runs import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.matmuls.execute import run_again
 from lightning_unitscale.matmuls.fp8_linear import layer_kernel
@@ -100,7 +100,7 @@ def close_session(session: MatmulSession) -> None:
 def _end(key: int, session: weakref.ref[MatmulSession]) -> None:
     _sessions.pop(key, None)
     OPEN.pop(key, None)
-    forget(session)
+    forget_calls(session)
     forget_made(session)
     if not _sessions:
         INSTALLED.close()

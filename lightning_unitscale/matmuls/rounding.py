@@ -28,7 +28,7 @@ from lightning_unitscale.matmuls.computations import (
     computations_of,
     joined_results,
 )
-from lightning_unitscale.matmuls.coverage import first_of
+from lightning_unitscale.matmuls.coverage import join_first
 from lightning_unitscale.matmuls.execute import Matmul, run_in_units, run_scaled
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
@@ -164,7 +164,7 @@ class FlushedOperands:
                 if is_rounded(name):
                     self._note(name, share, format)
         texts, self._found = list(self._found.values()), {}
-        return first_of(texts)
+        return join_first(texts)
 
 
 def _eps(format: NumberFormat | BlockFormat | None) -> float:

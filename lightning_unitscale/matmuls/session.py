@@ -47,7 +47,7 @@ _Args = tuple[Any, ...]
 SESSION: HandedOn[MatmulSession | None] = HandedOn("session", None)
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     """The state of one thread."""
 
     # The session whose step continues after its module's call: the user's loop may compute its
@@ -56,7 +56,7 @@ class _Local(threading.local):
     is_inside: bool = False  # in a matmul, whose inner kernels are not scaled again
 
 
-LOCAL = _Local()
+LOCAL = _ThreadState()
 
 
 def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:

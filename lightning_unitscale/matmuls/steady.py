@@ -25,8 +25,8 @@ from lightning_unitscale.matmuls.compiler_internals import codes
 from lightning_unitscale.matmuls.execute import (
     MAX_PLACEMENTS,
     Again,
+    BackwardMatmul,
     Matmul,
-    Visit,
     placement_of,
     prepare_again,
 )
@@ -166,7 +166,7 @@ def note_backward(
     if len(forward.visits) >= 2 * MAX_PLACEMENTS:
         forward.visits.clear()
     saved = None if place is None else sources[place]
-    forward.visits[call.num_visits, call.placement] = Visit(rule, place, saved, matmul)
+    forward.visits[call.num_visits, call.placement] = BackwardMatmul(rule, place, saved, matmul)
     prepare_again(matmul, original, args, placement)
 
 

@@ -28,7 +28,7 @@ def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
         return budget
     if budget == "min":
         return 0.0
-    num_bytes = bytes_of(budget)
+    num_bytes = parse_bytes(budget)
     if num_bytes is None:
         raise ValueError(
             f"{name}={shown(budget)}: not a budget. {expected}. Pass {name}=0.5 to try it."
@@ -38,7 +38,7 @@ def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
     return num_bytes
 
 
-def bytes_of(quantity: object) -> int | None:
+def parse_bytes(quantity: object) -> int | None:
     """Return an int, or a string such as ``"600MiB"``, in bytes; ``None`` for other values."""
     if isinstance(quantity, str) and (match := _QUANTITY.fullmatch(quantity)):
         return int(float(match[1]) * _UNITS[match[2].upper()])

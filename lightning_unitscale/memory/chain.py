@@ -164,8 +164,8 @@ def _improving(saved: Ints, seconds: Floats) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Local:
-    """Run of blocks as a problem of its own."""
+class _RunProblem:
+    """A run of blocks as a problem of its own."""
 
     problem: RematProblem  # the run's nodes, its inputs, and readers of values that others read
     positions: Ints  # place of each node among the run's nodes, -1 for the others
@@ -173,7 +173,7 @@ class _Local:
     kept: Mask  # values that outlive their block when the rest is dropped
 
 
-def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
+def _option(local: _RunProblem, saved: Mask, kept: Mask | None) -> Option:
     problem = local.problem
     segments = None if kept is None else local.segments
     order = backward_order(problem, saved, segments=segments, kept=kept)
@@ -190,7 +190,7 @@ def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
     )
 
 
-def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
+def _local_problem(blocks: Blocks, start: int, stop: int) -> _RunProblem:
     """Return blocks ``start`` to ``stop - 1`` alone.
 
     Earlier values are inputs, and counted in the block that made them. Later gradients arrive at
@@ -248,7 +248,7 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
         node.region is not NodeRegion.FORWARD or i in inner or bool(node.replay_bytes)
         for i, node in enumerate(nodes)
     ]
-    return _Local(
+    return _RunProblem(
         RematProblem(nodes, (), tuple(gradients)),
         np.array(positions, dtype=np.int64),
         segments,

@@ -147,7 +147,7 @@ def parse_device(device: str | torch.device) -> tuple[torch.device, GPU | None]:
     return torch.device("cuda"), GPUS[name] if name else present_gpu()
 
 
-def full_name(name: str) -> DeviceType:
+def name_with_type(name: str) -> DeviceType:
     """Return a device's name with its type: ``"cuda:h100"`` for ``"h100"``."""
     return cast(DeviceType, f"cuda:{name}" if name in GPUS else name)
 
@@ -162,7 +162,7 @@ def present_gpu() -> GPU:
     if not torch.cuda.is_available():
         return DEFAULT_GPU
     properties = torch.cuda.get_device_properties(0)
-    return described(
+    return describe_gpu(
         properties.name,
         (properties.major, properties.minor),
         properties.total_memory,
@@ -170,7 +170,7 @@ def present_gpu() -> GPU:
     )
 
 
-def described(
+def describe_gpu(
     title: str, capability: tuple[int, int], memory_bytes: int, num_multiprocessors: int
 ) -> GPU:
     """Return the description of a GPU that CUDA reports.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class HostCopy:
+class OverlappedCopy:
     """One copy, which may still be running.
 
     An error in the middle of a step drops it. Then computing waits for it too, before the memory of
@@ -41,7 +41,7 @@ class HostCopy:
         self.wait()
 
 
-def start_to_host(tensor: Tensor) -> HostCopy:
+def start_to_host(tensor: Tensor) -> OverlappedCopy:
     """Start to copy a tensor to the host's memory, pinned if the tensor is on a GPU."""
     size, stride = tensor.size(), tensor.stride()
     if tensor.device.type == "cuda":
@@ -51,31 +51,33 @@ def start_to_host(tensor: Tensor) -> HostCopy:
     memory = np.empty(tensor.untyped_storage().nbytes(), dtype=np.uint8)
     result = torch.from_numpy(memory).view(tensor.dtype).as_strided(size, stride)
     result.copy_(tensor)
-    return HostCopy(tensor, result)
+    return OverlappedCopy(tensor, result)
 
 
-def start_to_device(tensor: Tensor, device: torch.device) -> HostCopy:
+def start_to_device(tensor: Tensor, device: torch.device) -> OverlappedCopy:
     """Start to copy a tensor from the host's memory to a device."""
     result = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if device.type == "cuda":
         return _started(tensor, result, device, "to device")
     result.copy_(tensor)
-    return HostCopy(tensor, result)
+    return OverlappedCopy(tensor, result)
 
 
-def wait_for(copy: HostCopy) -> Tensor:
+def wait_for(copy: OverlappedCopy) -> Tensor:
     """Let later work of the device wait for a copy, and return its result."""
     return copy.wait()
 
 
-def _started(source: Tensor, result: Tensor, device: torch.device, direction: str) -> HostCopy:
+def _started(
+    source: Tensor, result: Tensor, device: torch.device, direction: str
+) -> OverlappedCopy:
     with torch.cuda.device(device):
         stream = _stream(device, direction)
         # After the kernels that compute the source, or that last used the result's memory.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             result.copy_(source, non_blocking=True)
-        return HostCopy(source, result, stream.record_event())
+        return OverlappedCopy(source, result, stream.record_event())
 
 
 @functools.cache

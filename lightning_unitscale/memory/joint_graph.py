@@ -48,7 +48,7 @@ def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
     )
 
 
-def is_random(node: fx.Node) -> bool:
+def is_seeded(node: fx.Node) -> bool:
     """Check whether a node draws from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
@@ -145,7 +145,7 @@ class JointGraphReader:
                     can_save=can_save,
                     can_recompute=can_recompute,
                     in_forward=in_forward[i],
-                    replay_bytes=_RNG_STATE_BYTES if is_random(node) else 0,
+                    replay_bytes=_RNG_STATE_BYTES if is_seeded(node) else 0,
                     can_offload=can_save and base == i and _is_dense(node),
                 )
             )
@@ -159,7 +159,7 @@ class JointGraphReader:
             is_input = node.op == "get_attr" or not (is_state or is_tangent)
             return NodeRegion.INPUT if is_input else NodeRegion.BACKWARD
         tag = node.meta.get("partitioner_tag")
-        acts = is_mutable(node) or is_random(node) or is_higher_order(node)
+        acts = is_mutable(node) or is_seeded(node) or is_higher_order(node)
         reads = (self.regions[self.index[read]] for read in node.all_input_nodes)
         if tag == "must_be_in_backward" or (tag == "is_backward" and acts):
             return NodeRegion.BACKWARD
@@ -167,7 +167,7 @@ class JointGraphReader:
 
     def _in_forward(self, outputs: Sequence[int]) -> list[bool]:
         forward = [i for i, region in enumerate(self.regions) if region is NodeRegion.FORWARD]
-        acts = [i for i in forward if is_mutable(self.nodes[i]) or is_random(self.nodes[i])]
+        acts = [i for i in forward if is_mutable(self.nodes[i]) or is_seeded(self.nodes[i])]
         nothing = np.zeros(len(self.nodes), dtype=np.bool_)
         in_forward: list[bool] = leading_to([*outputs, *acts], self.inputs, nothing).tolist()
         for i in forward:
@@ -207,7 +207,7 @@ class JointGraphReader:
         seconds = self.cost_model.seconds(
             node.name, costs.flops, costs.bytes_moved, fusible=is_fusible(node)
         )
-        if is_random(node):
+        if is_seeded(node):
             elements = sum(tensor.numel() for tensor in tensors_in(concrete(value)))
             seconds += elements * self.cost_model.random_seconds
         return seconds
@@ -241,7 +241,7 @@ class JointGraphReader:
         is_on_cpu = not tensors or tensors[0].device.type == "cpu"
         if not is_on_cpu and node.target.overloadpacket.__name__.startswith(_ATOMIC):
             return False
-        if is_random(node):
+        if is_seeded(node):
             return self.replay_random and sum(map(_element_bytes, tensors)) >= _REPLAY_FROM_BYTES
         # By the time of the backward pass a mutated input has its new value.
         return not any(self.bases[j][0] in self.mutated for j in self.inputs[self.index[node]])

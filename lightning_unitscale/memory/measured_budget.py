@@ -95,7 +95,7 @@ def _peaks(plan: RematPlan) -> tuple[int, int]:
     return int(forward.max(initial=floor)), int(backward.max(initial=floor))
 
 
-class MeasuredStep:
+class StepPeaks:
     """Measured step, and its peak with other plans."""
 
     def __init__(self, parts: Parts, graphs: Mapping[str, GraphChoices]) -> None:
@@ -239,7 +239,7 @@ class MeasuredPartitioner(RematPartitioner):
 
     def plan(self, parts: Parts) -> None:
         """Plan all captured graphs by a measured step."""
-        step = MeasuredStep(parts, self.graphs)
+        step = StepPeaks(parts, self.graphs)
         if self.budget == "min_cut":
             chosen = step.measured
         else:

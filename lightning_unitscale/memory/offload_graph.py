@@ -16,7 +16,7 @@ NumberOf = Callable[[fx.Node], int | None]
 """The place of a graph's node in the joint graph, ``None`` for nodes that torch has added."""
 
 
-class _Places:
+class _NodeFinder:
     """Finds the node before which a place of the timeline begins."""
 
     def __init__(
@@ -67,12 +67,12 @@ def insert_moves(
         places[place >= timeline.num_forward][number].append(place)
     values = {in_forward(node): node for node in forward.nodes if node.op == "call_function"}
     inputs = {in_backward(node): node for node in backward.find_nodes(op="placeholder")}
-    _leave(forward, _Places(forward, places[0], in_forward), plan, values)
-    _return(backward, _Places(backward, places[1], in_backward), plan, inputs)
+    _leave(forward, _NodeFinder(forward, places[0], in_forward), plan, values)
+    _return(backward, _NodeFinder(backward, places[1], in_backward), plan, inputs)
 
 
 def _leave(
-    graph: fx.Graph, places: _Places, plan: RematPlan, values: Mapping[int | None, fx.Node]
+    graph: fx.Graph, places: _NodeFinder, plan: RematPlan, values: Mapping[int | None, fx.Node]
 ) -> None:
     copies: dict[int, fx.Node] = {}
     returned: dict[fx.Node, fx.Node] = {}
@@ -91,7 +91,7 @@ def _leave(
 
 
 def _return(
-    graph: fx.Graph, places: _Places, plan: RematPlan, inputs: Mapping[int | None, fx.Node]
+    graph: fx.Graph, places: _NodeFinder, plan: RematPlan, inputs: Mapping[int | None, fx.Node]
 ) -> None:
     for move in sorted(plan.moves, key=lambda move: (move.fetch, move.use, move.node)):
         value = inputs[move.node]

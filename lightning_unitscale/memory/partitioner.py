@@ -47,7 +47,7 @@ from lightning_unitscale.memory.joint_graph import (
     JointGraphReader,
     Symbolic,
     changing_sizes,
-    is_random,
+    is_seeded,
     must_recompute,
 )
 from lightning_unitscale.memory.offload_graph import insert_moves
@@ -305,7 +305,7 @@ def split(
     runs = recomputed(problem, saved)
     replays = False
     for index, node in enumerate(nodes):
-        if runs[index] and is_random(node):
+        if runs[index] and is_seeded(node):
             # functorch replays nodes with this mark from the generator's state of the forward pass.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             replays = True
@@ -348,7 +348,7 @@ def split(
 def _drop_dead(graph: fx.Graph, plan: RematPlan, number: dict[str, int], other: NodeRegion) -> None:
     """Erase the random nodes of the other region that nothing in this graph reads."""
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and is_random(node):
+        if node.op == "call_function" and not node.users and is_seeded(node):
             index = number.get(node.name)
             if index is not None and plan.problem.nodes[index].region is other:
                 graph.erase_node(node)
@@ -365,7 +365,7 @@ def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) 
     is_backward = [j is not None and nodes[j].region is NodeRegion.BACKWARD for j in of_joint]
     # Effects keep their place relative to the operators of the backward pass.
     has_effect = [
-        node.op == "call_function" and node.is_impure() and not is_random(node) for node in old
+        node.op == "call_function" and node.is_impure() and not is_seeded(node) for node in old
     ]
     anchors = [i for i in range(len(old)) if not is_placed[i] and (is_backward[i] or has_effect[i])]
     order = lazy_order(

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_unitscale.capture.absent_ranks import is_distributed, local_tensor
+from lightning_unitscale.capture.absent_ranks import has_distributed_class, local_tensor
 from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.fake_device import (
     OperatorMode,
@@ -108,7 +108,7 @@ class StorageRecorder(OperatorMode):
 
     @override
     def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if is_distributed(types):
+        if has_distributed_class(types):
             # This is called again with the shards. The engine sums their gradients into new
             # tensors.
             self._sums_anew = func

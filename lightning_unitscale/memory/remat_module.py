@@ -15,7 +15,7 @@ from lightning_unitscale.capture.breaks import num_graph_breaks
 from lightning_unitscale.capture.captured_copy import capture, own_copy
 from lightning_unitscale.capture.dynamo_capture import (
     compile_function,
-    forget,
+    forget_captures,
     frame_being_captured,
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
@@ -141,7 +141,7 @@ def _planner(
         return target(*args, **kwargs)
 
     # All such functions share one code object, which Dynamo gives up on after a few captures.
-    forget(step)
+    forget_captures(step)
     outputs = compile_function(step, aot_backend(partitioner))(*args, **kwargs)
     if len(plans) != 1:
         trains = any(tensor.requires_grad for tensor in tensors_in(outputs))

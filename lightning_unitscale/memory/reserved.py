@@ -160,7 +160,7 @@ def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, 
     for position, event in enumerate(record.events[: ends[0]]):
         operator = record.made_at.get(event.storage)
         (existing if operator is None else made_at[operator]).append(position)
-    blocks = _Blocks(record)
+    blocks = _StorageBlocks(record)
     blocks.serve(existing)
     kept = {event.storage for event in record.events[: ends[0]]}
     for _ in range(num_steps):
@@ -174,7 +174,7 @@ def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, 
     return peak, BlockSizes(tuple(blocks.changes), tuple(blocks.workspaces))
 
 
-class _Blocks:
+class _StorageBlocks:
     """The blocks of storages."""
 
     def __init__(self, record: StepRecord) -> None:

@@ -157,7 +157,7 @@ def full_name(path: str, word: str) -> str:
 _DESCRIBED: dict[Any, tuple[str, bool]] = {}
 
 
-def described(function: Any) -> tuple[str, bool]:
+def describe_function(function: Any) -> tuple[str, bool]:
     """Return torch's name of a function, and whether it only reads or sets a tensor's property."""
     try:
         return _DESCRIBED[function]

@@ -32,7 +32,7 @@ from lightning_unitscale.capture.graph_recorder import (
     tap_gradient,
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
-from lightning_unitscale.matmuls.gauge import GAUGE, HELD, ONE, Gauge, Held, Unit
+from lightning_unitscale.matmuls.gauge import GAUGE, HELD, ONE, Gauge, TensorUnits, Unit
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -49,7 +49,7 @@ class ProbedTensor(NamedTuple):
 
     name: str
     module: str
-    held: Held
+    held: TensorUnits
     # Names of the probed tensors that it is computed from.
     inputs: tuple[str, ...] = ()
     # True if a matmul reads it, and if a matmul makes it.
@@ -156,7 +156,7 @@ class ScaleProbes(GraphPass):
     def _tensors(
         self, graph: StepGraph, places: Places, selected: Sequence[Place]
     ) -> tuple[tuple[ProbedTensor, ...], Callable[[], Gauge]]:
-        held: dict[str, Held] = graph.notes.get(HELD, dict)()
+        held: dict[str, TensorUnits] = graph.notes.get(HELD, dict)()
         gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
         inputs = places.inputs_of(selected)
         operands, matmuls = graph.notes.get(MATMULS, (set(), set()))
@@ -164,7 +164,7 @@ class ScaleProbes(GraphPass):
             ProbedTensor(
                 tensor_name(node),
                 str(node.meta.get(MODULE, "")),
-                held.get(tensor_name(node), Held()),
+                held.get(tensor_name(node), TensorUnits()),
                 inputs[tensor_name(node)],
                 tensor_name(node) in operands,
                 tensor_name(node) in matmuls,

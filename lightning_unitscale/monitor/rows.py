@@ -16,7 +16,7 @@ from lightning_unitscale.capture.graph_matmuls import MATMUL_WORDS
 from lightning_unitscale.capture.graph_recorder import local_part, stored_elements
 from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE, axes_of_function
 from lightning_unitscale.matmuls.calls import RanMatmul
-from lightning_unitscale.matmuls.gauge import Held, Unit
+from lightning_unitscale.matmuls.gauge import TensorUnits, Unit
 from lightning_unitscale.matmuls.torch_internals import sequence_number
 from lightning_unitscale.monitor.names import Caller
 from lightning_unitscale.monitor.probes import ProbedTensor
@@ -135,8 +135,8 @@ class RowsOf:
 
 
 @functools.lru_cache(maxsize=1024)
-def _held(log2_sigma: int, log2_gamma: int) -> Held:
-    return Held(Unit(log2=log2_sigma), Unit(log2=log2_gamma))
+def _held(log2_sigma: int, log2_gamma: int) -> TensorUnits:
+    return TensorUnits(Unit(log2=log2_sigma), Unit(log2=log2_gamma))
 
 
 class Measuring:

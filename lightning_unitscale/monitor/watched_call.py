@@ -25,7 +25,7 @@ from lightning_unitscale.monitor.names import (
     Caller,
     Callers,
     StartNames,
-    described,
+    describe_function,
     full_name,
 )
 from lightning_unitscale.monitor.probes import ProbedTensor
@@ -145,7 +145,7 @@ class WatchedCall:
         if caller is None or caller.again is not None:
             return
         # Dynamo's own name for a whole module means nothing to users.
-        word, _ = described(scope.get("fn"))
+        word, _ = describe_function(scope.get("fn"))
         word = "compiled" if word in _WHOLE_MODULE else word
         arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
         with plain_functions():

@@ -20,7 +20,7 @@ from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.matmuls.calls import watching
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.torch_internals import is_recording
-from lightning_unitscale.monitor.names import Callers, StartNames, described
+from lightning_unitscale.monitor.names import Callers, StartNames, describe_function
 from lightning_unitscale.monitor.probes import snapshot_of
 from lightning_unitscale.monitor.rows import Measuring
 from lightning_unitscale.monitor.torch_state import (
@@ -161,7 +161,7 @@ class _WatchMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        word, is_answer = described(func)
+        word, is_answer = describe_function(func)
         if is_answer:
             return func(*args, **kwargs)
         if is_transformed():

@@ -21,7 +21,7 @@ from lightning_unitscale.pipeline.cuts import (
     keep_items_with_their_tuples,
     legal_cuts,
 )
-from lightning_unitscale.pipeline.dataflow import crossing_bytes, is_operation
+from lightning_unitscale.pipeline.dataflow import crossing_bytes, is_call
 from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.search import Allowed, CutCandidate, choose_cuts, thinned
 from lightning_unitscale.profiler import GraphProfile, MetaInfoProp, NodeCosts
@@ -125,7 +125,7 @@ class BalancedSplit:
         # For each stage and end: operations just before the end that it must not contain.
         counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
         end = 1
-        for node in filter(is_operation, graph_module.graph.nodes):
+        for node in filter(is_call, graph_module.graph.nodes):
             end += node.name in ends
             for read in node.all_input_nodes:
                 tensor = tensors.get(str(read.target)) if read.op == "get_attr" else None

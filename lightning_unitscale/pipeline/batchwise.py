@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
-from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.copy_graphs import is_checkpoint
 from lightning_unitscale.capture.graph_nodes import example_tensor, op_name, tensor_name
+from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.pipeline.batch_rules import (
     ARITHMETIC,
     COUNTED,

@@ -27,7 +27,6 @@ from typing_extensions import override
 from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
 from lightning_unitscale.capture.captured_copy import export_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.copy_graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.capture.graph_nodes import (
     MODULE,
@@ -37,12 +36,13 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.graph_nodes import call as call_of
+from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import StepGraph
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.memory.profile_step import refuse_lazy, refuse_without_forward
 from lightning_unitscale.patching import nothing, shadowed
-from lightning_unitscale.pipeline.dataflow import is_operation
+from lightning_unitscale.pipeline.dataflow import is_call
 from lightning_unitscale.pipeline.program import (
     LossSpec,
     LossWrapper,
@@ -263,7 +263,7 @@ def fill_examples(graph: fx.Graph) -> None:
     """Add fake examples to operations that a pass has inserted without one."""
     for node in graph.nodes:
         # Every captured operation has a name.
-        if not is_operation(node) or {NAME, _EXAMPLE} & node.meta.keys():
+        if not is_call(node) or {NAME, _EXAMPLE} & node.meta.keys():
             continue
         read = node.all_input_nodes
         if read and all(_EXAMPLE in operand.meta for operand in read):

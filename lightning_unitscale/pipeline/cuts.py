@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_unitscale.arguments import check_instance, nearest
 from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
 from lightning_unitscale.capture.graph_nodes import op_name
-from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
+from lightning_unitscale.pipeline.dataflow import is_call, is_switch
 from lightning_unitscale.pipeline.program import Program
 
 # A capture records the operator. A split policy may insert the function or the operator.
@@ -140,7 +140,7 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
     cuts = sorted(closed.index(False, position) for position in marks)
     stages: dict[fx.Node, int] = {}
     for node, position in positions.items():
-        if is_operation(node) and not is_mark(node):
+        if is_call(node) and not is_mark(node):
             # A cut before position p puts p into the next stage.
             stages[node] = bisect.bisect_right(cuts, position)
     num_stages = len(cuts) + 1
@@ -154,11 +154,11 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
 
 def legal_cuts(graph: fx.Graph) -> list[fx.Node]:
     """Return the operations before which a cut is possible."""
-    first = next(filter(is_operation, graph.nodes), None)
+    first = next(filter(is_call, graph.nodes), None)
     return [
         node
         for node, is_closed in zip(graph.nodes, _closed_positions(graph), strict=True)
-        if is_operation(node)
+        if is_call(node)
         and node is not first
         and not is_closed
         and not is_mark(node)
@@ -169,7 +169,7 @@ def legal_cuts(graph: fx.Graph) -> list[fx.Node]:
 def keep_items_with_their_tuples(graph: fx.Graph) -> None:
     """Move the items of a tuple right after it, because only tensors can be sent."""
     for node in list(graph.nodes):
-        if not is_operation(node) or isinstance(node.meta.get("example_value"), Tensor):
+        if not is_call(node) or isinstance(node.meta.get("example_value"), Tensor):
             continue
         last = node
         for user in list(node.users):
@@ -194,7 +194,7 @@ def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[
     depth, start = 0, 0
     for node, position in positions.items():
         for target in written_arguments(node):
-            if is_operation(roots[target]):
+            if is_call(roots[target]):
                 yield positions[roots[target]], position
         name = op_name(node) if node.op == "call_function" else ""
         if "increment_nesting" in name:
@@ -205,7 +205,7 @@ def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[
             if not depth:
                 yield start, position
         is_tensor = isinstance(node.meta.get("example_value"), Tensor)
-        if is_operation(node) and not is_tensor and not is_switch(node):
+        if is_call(node) and not is_tensor and not is_switch(node):
             # The readers of a tuple or a symbol stay in its stage.
             for user in node.users:
                 if user.op != "output":

@@ -54,8 +54,8 @@ class StageReads:
     operations: list[fx.Node]
 
 
-def is_operation(node: fx.Node) -> bool:
-    """Check whether a node computes something or marks a cut."""
+def is_call(node: fx.Node) -> bool:
+    """Check whether a node calls something, such as an operation or a mark of a cut."""
     return node.op not in {"placeholder", "get_attr", "output"}
 
 
@@ -96,7 +96,7 @@ def respect_callers_grad_mode(graph: fx.Graph) -> None:
     switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     if not switches:
         return
-    with graph.inserting_before(next(filter(is_operation, graph.nodes))):
+    with graph.inserting_before(next(filter(is_call, graph.nodes))):
         callers = graph.call_function(torch.is_grad_enabled)
     for switch in switches:
         switch.target, switch.args = _switch_grad, (switch.args[0], callers)
@@ -157,7 +157,7 @@ def find_reads(
                 inputs=[node for node in in_order if node.op == "placeholder"],
                 attributes=[node for node in in_order if node.op == "get_attr"],
                 written={str(root.target) for root in written if root.op == "get_attr"},
-                recomputed=[node for node in in_order if is_operation(node)],
+                recomputed=[node for node in in_order if is_call(node)],
                 operations=operations,
             )
         )
@@ -175,7 +175,7 @@ def find_reads(
 
 def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[fx.Node, int]:
     """Return the bytes that a cut before each operation sends, gradients included."""
-    operations = [node for node in graph_module.graph.nodes if is_operation(node)]
+    operations = [node for node in graph_module.graph.nodes if is_call(node)]
     stages = {node: position for position, node in enumerate(operations)}
     gradients = find_gradients(graph_module, loss)
     changes = [0] * (len(operations) + 1)
@@ -208,7 +208,7 @@ def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozen
     trainable = {name for name, param in parameters if param.requires_grad}
 
     def writers_of(node: fx.Node) -> list[fx.Node]:
-        return writers.get(roots[node], []) if is_operation(node) else []
+        return writers.get(roots[node], []) if is_call(node) else []
 
     def takes_gradient(node: fx.Node) -> bool:
         if node.op == "get_attr":
@@ -288,7 +288,7 @@ def find_recomputable(graph_module: fx.GraphModule) -> set[fx.Node]:
         chain = frozenset({node}).union(*filter(None, operands))
         if None not in operands and len(chain) <= _LONGEST_CHAIN:
             chains[node] = chain
-    return set(filter(is_operation, chains))
+    return set(filter(is_call, chains))
 
 
 def _is_cheap(node: fx.Node) -> bool:

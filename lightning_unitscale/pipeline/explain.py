@@ -10,9 +10,9 @@ from typing import Any
 from tabulate import tabulate
 from torch import nn
 
-from lightning_unitscale.capture.compiled_graph import GraphCall, NotOneGraphError
 from lightning_unitscale.capture.dynamo_capture import unmarked
 from lightning_unitscale.capture.graph_nodes import ELSEWHERE, MODULE
+from lightning_unitscale.capture.graph_variants import GraphCall, NotOneGraphError
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.memory.costs import CostModel, default_cost_model

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_unitscale.capture.compiled_graph import (
-    CompiledGraph,
+from lightning_unitscale.capture.graph_variants import (
     GraphCall,
+    GraphVariants,
     Interpreter,
     NotOneGraphError,
 )
@@ -71,9 +71,9 @@ class PipelinedGraph:
     """A graph that runs as a pipeline."""
 
     # The graph of a microbatch. It is kept so that no other graph can reuse its id.
-    graph: CompiledGraph
+    graph: GraphVariants
     # The graph of the whole batch, whose results are replayed.
-    whole: CompiledGraph
+    whole: GraphVariants
     # Values of the whole batch for the stages, with several microbatches.
     batch: WholeBatch | None
     step: StepProgram
@@ -107,7 +107,7 @@ class PipelinedGraph:
     def replaying(self, values: list[Any]) -> Interpreter:
         """Return an interpreter that returns the pipeline's results instead of running a graph."""
 
-        def replay(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+        def replay(graph: GraphVariants, inputs: tuple[Any, ...]) -> Any:
             if graph is not self.whole:
                 raise RuntimeError(
                     f"{self.step.step_graph.step} ran a different graph the second time. A "
@@ -293,7 +293,7 @@ class PipelinedEvaluation(PipelinedMethod):
         super().__init__(name, strategy, defer=LOGS, plain=True)
         self._num_microbatches = num_microbatches
         # By the shapes of the inputs.
-        self._graphs_for: dict[tuple[torch.Size, ...], dict[int, CompiledGraph]] = {}
+        self._graphs_for: dict[tuple[torch.Size, ...], dict[int, GraphVariants]] = {}
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the step for a batch, on all ranks."""

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_unitscale.capture.compiled_graph import Variant
 from lightning_unitscale.capture.copy_graphs import add_placeholder, copy_graph_module
 from lightning_unitscale.capture.executors import GraphRewriter, execute_with
 from lightning_unitscale.capture.graph_nodes import ELSEWHERE, replace_other_uses, tensor_name
 from lightning_unitscale.capture.graph_recorder import tap_gradient
+from lightning_unitscale.capture.graph_variants import Variant
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.loops.ranks import failing_together, gathered_on

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
     example_tensor,
     replace_other_uses,
     tensor_name,
 )
+from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.capture.passes import StepGraph
 from lightning_unitscale.pipeline.batch_rules import Coupled, Fact, Mean, Operation, Rows, Same
 from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean, compare_graph_modules

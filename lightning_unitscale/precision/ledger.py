@@ -52,7 +52,7 @@ Numbers = dict[Any, Tensor]  # numbers that are still on their device
 
 
 @dataclass(frozen=True)
-class Visit:
+class MatmulCall:
     """A matmul that is about to run."""
 
     matmul: Matmul
@@ -101,7 +101,7 @@ class Visit:
     def of(self, computation: Computation, result: Any) -> list[Tensor]:
         """Return the tensors of a result that belong to one of its computations."""
         if self.is_forward:
-            return [first_of(result)]
+            return [first_tensor(result)]
         if computation == "weight_gradient" and not isinstance(result, Tensor):
             # A convolution's bias has the gradient that its weight has, summed.
             return [tensor for tensor in result[1:] if tensor is not None]
@@ -126,7 +126,7 @@ class Visit:
         return self.matmul.is_gradient[0] == (1 in computed)
 
 
-def first_of(result: Any) -> Tensor:
+def first_tensor(result: Any) -> Tensor:
     """Return the product in a result, which an attention returns with its saved values."""
     tensor: Tensor = result if isinstance(result, Tensor) else result[0]
     return tensor
@@ -168,7 +168,7 @@ class Ledger(Numerics):
     needs_units = False
 
     def __init__(self) -> None:
-        self.run_pass: Callable[[Visit], Any] = lambda visit: visit.exact
+        self.run_pass: Callable[[MatmulCall], Any] = lambda call: call.exact
         self.flops = 0  # of the matmuls that ran, those for measurement included
 
     @override
@@ -186,7 +186,7 @@ class Ledger(Numerics):
             self.flops += matmul.rule.flops(args, result)
             return result
 
-        result = self.run_pass(Visit(matmul, counted, tuple(args), kwargs))
+        result = self.run_pass(MatmulCall(matmul, counted, tuple(args), kwargs))
         return result if out is None else out.copy_(result)
 
 
@@ -206,7 +206,7 @@ class BasePass:
     """The unrounded step: what each rounding adds, and its first-order effect on the loss."""
 
     formats: Mapping[str, SimulatedMatmuls]
-    why_not: Callable[[Visit], str | None]
+    why_not: Callable[[MatmulCall], str | None]
     computed: dict[Key, Computed] = field(default_factory=dict)
     energies: Numbers = field(default_factory=dict)  # of the results, by key
     sketches: Numbers = field(default_factory=dict)  # of the results, by key
@@ -216,29 +216,29 @@ class BasePass:
     # By name: the errors of the forward results, until the gradient arrives.
     _errors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
-    def __call__(self, visit: Visit) -> Any:
+    def __call__(self, call: MatmulCall) -> Any:
         """Measure a matmul, and return its result."""
-        name, result = visit.site.name, visit.exact
-        rounded = {word: visit.rounded(each) for word, each in self.formats.items()}
-        reason = self.why_not(visit)
-        self.eps = max(self.eps, *(torch.finfo(each.dtype).eps for each in visit.operands))
-        flops = visit.matmul.rule.flops(visit.args, result) // len(visit.computations)
-        for computation in visit.computations:
+        name, result = call.site.name, call.exact
+        rounded = {word: call.rounded(each) for word, each in self.formats.items()}
+        reason = self.why_not(call)
+        self.eps = max(self.eps, *(torch.finfo(each.dtype).eps for each in call.operands))
+        flops = call.matmul.rule.flops(call.args, result) // len(call.computations)
+        for computation in call.computations:
             key = name, computation
-            parts = visit.of(computation, result)
+            parts = call.of(computation, result)
             # A checkpoint runs a forward matmul again. Several matmuls may be one computation.
-            if key not in self.computed or visit.is_forward:
-                computed = Computed(name, visit.site.module, computation, flops, reason)
+            if key not in self.computed or call.is_forward:
+                computed = Computed(name, call.site.module, computation, flops, reason)
                 self.computed[key] = computed
                 self.energies[key], self.sketches[key] = energy(parts), sketch(parts)
             for word, other in rounded.items():
-                errors = _differences(visit.of(computation, other), parts)
+                errors = _differences(call.of(computation, other), parts)
                 self.added[word, key] = energy(errors)
-                if visit.is_forward:
+                if call.is_forward:
                     self._errors.setdefault(name, {})[word] = errors[0].to(_KEPT)
-        if not visit.is_forward:
+        if not call.is_forward:
             for word, error in self._errors.pop(name, {}).items():
-                self.first_order[word, name] = dot(visit.arriving, error)
+                self.first_order[word, name] = dot(call.arriving, error)
         return result
 
 
@@ -261,15 +261,15 @@ class SignedPass:
     products: Numbers = field(default_factory=dict)  # <g, s d> by name
     _errors: dict[str, Tensor] = field(default_factory=dict)
 
-    def __call__(self, visit: Visit) -> Any:
+    def __call__(self, call: MatmulCall) -> Any:
         """Add the error to a forward result, or meet the gradient that arrives at it."""
-        name, result = visit.site.name, visit.exact
-        if not visit.is_forward:
+        name, result = call.site.name, call.exact
+        if not call.is_forward:
             if (error := self._errors.pop(name, None)) is not None:
-                self.products[name] = dot(visit.arriving, error)
+                self.products[name] = dot(call.arriving, error)
             return result
-        first, sign = first_of(result), sign_of(name, self.index)
-        error = sign * (first_of(visit.rounded(self.format)) - first)
+        first, sign = first_tensor(result), sign_of(name, self.index)
+        error = sign * (first_tensor(call.rounded(self.format)) - first)
         self._errors[name] = error.to(_KEPT)
         first.add_(error)
         return result
@@ -281,14 +281,14 @@ class MovedPass:
 
     operands: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def __call__(self, visit: Visit) -> Any:
+    def __call__(self, call: MatmulCall) -> Any:
         """Keep the operands of a matmul."""
-        if visit.is_forward:
-            for index, tensor in enumerate(visit.operands):
+        if call.is_forward:
+            for index, tensor in enumerate(call.operands):
                 if not is_parameter(tensor):
                     # A later operation may write into it.
-                    self.operands[visit.site.name, index] = tensor.detach().clone()
-        return visit.exact
+                    self.operands[call.site.name, index] = tensor.detach().clone()
+        return call.exact
 
 
 @dataclass
@@ -303,11 +303,11 @@ class TangentPass:
     added: Numbers = field(default_factory=dict)  # energies of errors, by format and key
     _tangents: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
-    def __call__(self, visit: Visit) -> Any:
+    def __call__(self, call: MatmulCall) -> Any:
         """Find the tangents of the operands, or multiply them by the errors of their gradients."""
-        if visit.is_forward:
-            for index, tensor in enumerate(visit.operands):
-                place = visit.site.name, index
+        if call.is_forward:
+            for index, tensor in enumerate(call.operands):
+                place = call.site.name, index
                 # A checkpoint runs a forward matmul again.
                 if place in self.moved[0]:
                     before = tensor.detach().float()
@@ -315,38 +315,38 @@ class TangentPass:
                         ((operands.pop(place).float() - before) / self.step).to(_KEPT)
                         for operands in self.moved
                     ]
-        elif (wanted := self._wanted(visit)) or self.measures_added:
+        elif (wanted := self._wanted(call)) or self.measures_added:
             for word, format in self.formats.items():
-                result = visit.rounded(format)
-                self._multiply(visit, word, wanted, result)
-                for computation in visit.computations if self.measures_added else ():
-                    parts = visit.of(computation, result), visit.of(computation, visit.exact)
-                    key = visit.site.name, computation
+                result = call.rounded(format)
+                self._multiply(call, word, wanted, result)
+                for computation in call.computations if self.measures_added else ():
+                    parts = call.of(computation, result), call.of(computation, call.exact)
+                    key = call.site.name, computation
                     self.added[word, key] = energy(_differences(*parts))
-        return visit.exact
+        return call.exact
 
     def _multiply(
-        self, visit: Visit, word: str, wanted: Sequence[tuple[Computation, int]], result: Any
+        self, call: MatmulCall, word: str, wanted: Sequence[tuple[Computation, int]], result: Any
     ) -> None:
         """Multiply the errors of a rounded result by the tangents of the operands."""
-        rounded, exact = visit.gradients(result), visit.gradients(visit.exact)
+        rounded, exact = call.gradients(result), call.gradients(call.exact)
         for computation, index in wanted:
             error = rounded[index].float() - exact[index].float()
-            key = visit.site.name, computation
-            for number, tangent in enumerate(self._tangents[visit.site.name, index]):
+            key = call.site.name, computation
+            for number, tangent in enumerate(self._tangents[call.site.name, index]):
                 product = dot(error, tangent)
                 if (sum_before := self.products.get((number, word, key))) is not None:
                     product = product + sum_before
                 self.products[number, word, key] = product
 
-    def _wanted(self, visit: Visit) -> list[tuple[Computation, int]]:
+    def _wanted(self, call: MatmulCall) -> list[tuple[Computation, int]]:
         """Return the operands with tangents, and the computation of their gradient."""
-        is_joint = len(visit.computations) > 1
+        is_joint = len(call.computations) > 1
         return [
             (computation, index)
-            for computation in visit.computations
-            for index in computed_operands(visit.matmul.slot, len(visit.site.roles))
-            if (visit.site.name, index) in self._tangents
+            for computation in call.computations
+            for index in computed_operands(call.matmul.slot, len(call.site.roles))
+            if (call.site.name, index) in self._tangents
             and (not is_joint or (index == 1) == (computation == "weight_gradient"))
         ]
 
@@ -360,20 +360,20 @@ class TogetherPass:
     sketches: Numbers = field(default_factory=dict)  # of unrounded results, by key; empty to skip
     inherited: Numbers = field(default_factory=dict)  # energies of the errors of operands
 
-    def __call__(self, visit: Visit) -> Any:
+    def __call__(self, call: MatmulCall) -> Any:
         """Round a matmul, and measure the error that its operands arrive with."""
-        keys = [(visit.site.name, computation) for computation in visit.computations]
+        keys = [(call.site.name, computation) for computation in call.computations]
         for key in keys:
             if (before := self.sketches.get(key)) is not None:
-                now = sketch(visit.of(key[1], visit.exact))
+                now = sketch(call.of(key[1], call.exact))
                 self.inherited[key] = energy([now - before])
         chosen = [self.is_rounded(key) for key in keys]
         if not any(chosen):
-            return visit.exact
-        rounded = visit.rounded(self.format)
+            return call.exact
+        rounded = call.rounded(self.format)
         if all(chosen):
             return rounded
-        first, second = (rounded, visit.exact) if chosen[0] else (visit.exact, rounded)
+        first, second = (rounded, call.exact) if chosen[0] else (call.exact, rounded)
         return first[0], *second[1:]
 
 

@@ -18,7 +18,7 @@ from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.module_matmuls import find_loss
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.patching import nothing, shadowed
-from lightning_unitscale.precision.ledger import Ledger, Visit, energy
+from lightning_unitscale.precision.ledger import Ledger, MatmulCall, energy
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class MeasuredStep:
             session.numerics, session.counter, self._attached.trains = before
 
     def run(
-        self, run_pass: Callable[[Visit], Any], *, is_forward: bool = False
+        self, run_pass: Callable[[MatmulCall], Any], *, is_forward: bool = False
     ) -> tuple[float, list[Tensor | None]]:
         """Run the step in a pass, and return its loss and the gradients of the parameters."""
         self.ledger.run_pass = run_pass

@@ -35,9 +35,9 @@ from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.precision.ledger import (
     BasePass,
     Key,
+    MatmulCall,
     Numbers,
     TogetherPass,
-    Visit,
     energy,
     relative,
 )
@@ -382,11 +382,11 @@ class Meter:
             )
 
 
-def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[Visit], str | None]:
+def _reasons(own: Sequence[SimulateFormat | FP8Linears]) -> Callable[[MatmulCall], str | None]:
     judges: list[Numerics] = numerics_of(copy.deepcopy(own), measures_range=False)
 
-    def why_not(visit: Visit) -> str | None:
-        reasons = [each.why_not(visit.matmul, visit.args, visit.kwargs) for each in judges]
+    def why_not(call: MatmulCall) -> str | None:
+        reasons = [each.why_not(call.matmul, call.args, call.kwargs) for each in judges]
         return None if None in reasons or not reasons else reasons[0]
 
     return why_not

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.capture.absent_ranks import is_wrapper
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     changed_arguments,
@@ -24,6 +23,7 @@ from lightning_unitscale.capture.graph_nodes import (
     value_at,
 )
 from lightning_unitscale.capture.graph_recorder import GraphInterpreter
+from lightning_unitscale.capture.graph_variants import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.matmuls.measured_operands import root_mean_square

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from lightning_unitscale.capture.graph_matmuls import Matmul, matmul_of
+from lightning_unitscale.capture.graph_matmuls import MatmulNode, matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     Path,
     example_tensor,
@@ -125,7 +125,7 @@ class Decider:
             return _decision(node, "kept", "it averages parameters")
         return self._other(node)
 
-    def _matmul(self, node: fx.Node, matmul: Matmul) -> Decision:
+    def _matmul(self, node: fx.Node, matmul: MatmulNode) -> Decision:
         arguments = self._unit_operands(matmul)
         try:
             output = output_factor(node)
@@ -177,7 +177,7 @@ class Decider:
         self.scales.set(node, 1.0)
         return _decision(node, "calibrated", reason, arguments=arguments)
 
-    def _unit_operands(self, matmul: Matmul) -> tuple[Argument, ...]:
+    def _unit_operands(self, matmul: MatmulNode) -> tuple[Argument, ...]:
         arguments = []
         for operand in matmul.operands:
             rms = self.scales.of(operand.node)
@@ -234,7 +234,7 @@ class Decider:
             origin = "rule"
         return _decision(node, origin, reason, arguments=arguments)
 
-    def _adds_data(self, matmul: Matmul) -> bool:
+    def _adds_data(self, matmul: MatmulNode) -> bool:
         if not any(op in op_name(matmul.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):
             return False
         return any(self.flow.parameter_of(addend.node) is None for addend in matmul.addends)
@@ -261,7 +261,7 @@ class Decider:
         return None
 
 
-def _width(matmul: Matmul) -> int:
+def _width(matmul: MatmulNode) -> int:
     """Return the size of the vectors that a matmul of queries and keys sums over."""
     query = example_tensor(matmul.operands[0].node)
     assert query is not None

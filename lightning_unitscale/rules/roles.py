@@ -11,7 +11,7 @@ from typing import Literal
 import networkx as nx
 from torch import fx
 
-from lightning_unitscale.capture.graph_matmuls import Matmul, matmul_of
+from lightning_unitscale.capture.graph_matmuls import MatmulNode, matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     Path,
     example_tensor,
@@ -152,7 +152,7 @@ def is_bias_add(flow: Flow, node: fx.Node) -> bool:
     return _is_bias_of(flow, first, second) or _is_bias_of(flow, second, first)
 
 
-def weight_of(flow: Flow, matmul: Matmul) -> str | None:
+def weight_of(flow: Flow, matmul: MatmulNode) -> str | None:
     """Return the parameter that is the weight of a matmul."""
     if is_attention(matmul.node):
         return None
@@ -160,7 +160,7 @@ def weight_of(flow: Flow, matmul: Matmul) -> str | None:
     return next((fqn for fqn in fqns if fqn is not None), None)
 
 
-def multiplies_gradients(flow: Flow, matmul: Matmul) -> bool:
+def multiplies_gradients(flow: Flow, matmul: MatmulNode) -> bool:
     """Check whether a matmul multiplies gradients that the step reads, so not the model's."""
     return any(
         flow.is_of_gradients(operand.node) and not flow.is_learned(operand.node)
@@ -168,7 +168,7 @@ def multiplies_gradients(flow: Flow, matmul: Matmul) -> bool:
     )
 
 
-def _has_weight(flow: Flow, matmul: Matmul) -> bool:
+def _has_weight(flow: Flow, matmul: MatmulNode) -> bool:
     """Check whether data are multiplied by a weight, which may be computed from parameters."""
     if is_attention(matmul.node):
         return False
@@ -265,7 +265,7 @@ def _use(structure: Structure, reader: fx.Node, path: Path) -> UseKind:
     return "other"
 
 
-def _is_data(flow: Flow, matmul: Matmul, path: Path) -> bool:
+def _is_data(flow: Flow, matmul: MatmulNode, path: Path) -> bool:
     """Check whether a parameter is used as data: learned queries that a weight is applied to."""
     if is_attention(matmul.node):
         return True

@@ -350,7 +350,7 @@ def custom_scalars_layout(
     return layout
 
 
-def tensorboard_command(logger: Any) -> str:
+def command_for_logger(logger: Any) -> str:
     """Return the command that shows a run with the others of its logger.
 
     You can paste it into a shell in the current folder, even without activating the environment.

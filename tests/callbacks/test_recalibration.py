@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.capture.compiled_graph import GraphBackend, Variant
 from lightning_unitscale.capture.graph_recorder import GraphInterpreter
+from lightning_unitscale.capture.graph_variants import GraphBackend, Variant
 from lightning_unitscale.matmuls.measurement import Extent
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (

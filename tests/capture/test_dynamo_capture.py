@@ -130,10 +130,10 @@ def test_forgotten_functions_are_captured_again() -> None:
     compiled = torch.compile(function, backend=backend)
     with pytest.raises(ValueError, match="three"):
         compiled(torch.ones(3))
-    capture.forget(function)
+    capture.forget_captures(function)
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
     assert len(graphs) == 1
-    capture.forget(torch.nn.Identity())  # nothing that Dynamo could have looked at
+    capture.forget_captures(torch.nn.Identity())  # nothing that Dynamo could have looked at
 
 
 def test_types_of_autocast_inside_and_around() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import NotOneGraphError
+from lightning_unitscale.capture.graph_variants import NotOneGraphError
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from tests.helpers import assert_same_bits
 

@@ -19,7 +19,7 @@ from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls import compiled_graphs
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
-from lightning_unitscale.matmuls.compiler_internals import GraphPass
+from lightning_unitscale.matmuls.compiler_internals import InductorPass
 from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
@@ -234,7 +234,7 @@ def test_a_pass_of_the_users_own_runs_before_and_is_put_back() -> None:
 
 def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
     graphs: list[fx.Graph] = []
-    graph_pass = GraphPass("post_grad_custom_pre_pass", graphs.append)
+    graph_pass = InductorPass("post_grad_custom_pre_pass", graphs.append)
     graph_pass.install()
     with config.patch(post_grad_custom_pre_pass=None):
         graph_pass.remove()
@@ -249,7 +249,7 @@ def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
 def test_torch_may_copy_its_settings_meanwhile() -> None:
     attached = AttachedSession(Linear(), ["step"])
     copied = config.get_config_copy()  # as for torch.scan
-    assert isinstance(copied["joint_custom_post_pass"], GraphPass)
+    assert isinstance(copied["joint_custom_post_pass"], InductorPass)
     attached.detach()
 
 

@@ -47,14 +47,18 @@ class Square(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         for index, layer in enumerate(self.layers):
             nn.init.normal_(layer.weight, std=4.0 ** (index - 1))
+        self.summed = nn.Linear(8, 8)
         self.weight = nn.Parameter(torch.randn(8, 8))
         self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        # The strides of a sum's gradient are 0, also transposed. So its matmul with the weight,
+        # which runs if the input needs a gradient, looks like the one with the input.
+        total = self.summed(x).sum()
         for layer in self.layers:
             x = layer(x).tanh()
         x = Alternating.apply(x, self.weight)
-        return (x @ x.mT).mul(0.01).logsumexp(0).sum()
+        return (x @ x.mT).mul(0.01).logsumexp(0).sum() + 0.01 * total
 
 
 class Adapted(nn.Linear):

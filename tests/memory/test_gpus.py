@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_unitscale.memory import gpus
-from lightning_unitscale.memory.gpus import DEVICE_NAMES, GPUS, described, parse_device
+from lightning_unitscale.memory.gpus import DEVICE_NAMES, GPUS, describe_gpu, parse_device
 from lightning_unitscale.profiler import DeviceType, GraphProfile, MetaInfoProp, profile_graph
 
 MIB, GIB = 2**20, 2**30
@@ -59,18 +59,18 @@ def test_without_a_name_it_is_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_gpu_that_cuda_reports(title: str, capability: tuple[int, int], listed: str) -> None:
-    gpu = described(title, capability, 10 * GIB, 7)
+    gpu = describe_gpu(title, capability, 10 * GIB, 7)
     assert gpu.name == listed and gpu.title == title
     assert gpu.num_multiprocessors == GPUS[listed].num_multiprocessors
 
 
 def test_a_gpu_that_is_not_listed_has_its_own_kernels() -> None:
-    gpu = described("NVIDIA GeForce RTX 5090", (12, 0), 32 * GIB, 170)
+    gpu = describe_gpu("NVIDIA GeForce RTX 5090", (12, 0), 32 * GIB, 170)
     assert (gpu.title, gpu.capability, gpu.num_multiprocessors) == (
         "NVIDIA GeForce RTX 5090", (12, 0), 170,
     )  # fmt: skip
     assert gpu.flops_per_second == GPUS["b200"].flops_per_second
-    gh200 = described("NVIDIA GH200 480GB", (9, 0), 96 * GIB, 132)
+    gh200 = describe_gpu("NVIDIA GH200 480GB", (9, 0), 96 * GIB, 132)
     assert gh200.cublas_workspace_bytes == 32 * MIB
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.dynamo_capture import compile_function
-from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, MeasuredStep
+from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, StepPeaks
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.remat import aot_backend
 
@@ -92,7 +92,7 @@ def test_nothing_could_be_faster_alone() -> None:
     step, partitioner = _Step(), MeasuredPartitioner(0.5)
     step.capture(partitioner)
     parts = step.measured(partitioner).parts
-    measured = MeasuredStep(parts, partitioner.graphs)
+    measured = StepPeaks(parts, partitioner.graphs)
     assert sum(measured.calls.values()) == NUM_BLOCKS
     top, bottom = (measured.peak_bytes(each) for each in (measured.default, measured.lowest))
     assert bottom <= max(peak for _, peak in parts) < top

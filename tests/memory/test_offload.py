@@ -305,12 +305,12 @@ def test_an_error_in_either_pass_leaves_nothing_behind(
     planned = transforms.remat(net, 0.2, offload="host")
     planned(x).backward()
     count = host.count
-    copied = host_copies.HostCopy.wait
+    copied = host_copies.OverlappedCopy.wait
 
     def failing_after(calls: int) -> Any:
         left = iter(range(calls))
 
-        def wait(copy: host_copies.HostCopy) -> Tensor:
+        def wait(copy: host_copies.OverlappedCopy) -> Tensor:
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return copied(copy)
@@ -319,8 +319,8 @@ def test_an_error_in_either_pass_leaves_nothing_behind(
 
     for calls in (2, count + 2):  # among the copies of the forward, and of the backward pass
         with monkeypatch.context() as patch:
-            patch.setattr(host_copies.HostCopy, "__del__", lambda copy: None)
-            patch.setattr(host_copies.HostCopy, "wait", failing_after(calls))
+            patch.setattr(host_copies.OverlappedCopy, "__del__", lambda copy: None)
+            patch.setattr(host_copies.OverlappedCopy, "wait", failing_after(calls))
             with pytest.raises(KeyboardInterrupt):
                 planned(x).backward()
         gc.collect()
@@ -338,11 +338,11 @@ def test_a_copy_that_is_dropped_is_waited_for() -> None:
             self.waits += 1
 
     event = Event()
-    copy = host_copies.HostCopy(torch.ones(2), torch.ones(2), event)
+    copy = host_copies.OverlappedCopy(torch.ones(2), torch.ones(2), event)
     del copy
     gc.collect()
     assert event.waits == 1
-    copy = host_copies.HostCopy(torch.ones(2), torch.ones(2), event)
+    copy = host_copies.OverlappedCopy(torch.ones(2), torch.ones(2), event)
     copy.wait()
     del copy
     assert event.waits == 2

@@ -1,4 +1,4 @@
-"""Hold Dynamo's captured graphs: one compiled graph per module, with its variants.
+"""Hold Dynamo's captured graphs: per module one graph and its rewritten variants.
 
 Dynamo runs a frame's side effects after the frame's graph. If a step is stopped at the call of its
 graph, the graph and its inputs are known (:class:`GraphCall`), and none of the step's side effects
@@ -36,7 +36,7 @@ from lightning_unitscale.functional.scale import outside_transforms
 from lightning_unitscale.patching import nothing, shadowed
 
 # Runs a graph in its place, on the inputs of a call.
-Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
+Interpreter = Callable[["GraphVariants", tuple[Any, ...]], Any]
 
 
 class StepState:
@@ -62,7 +62,7 @@ class StepState:
     def reset(self) -> None:
         """Forget the captured graphs."""
         self.names = Names()
-        self.graphs: list[CompiledGraph] = []
+        self.graphs: list[GraphVariants] = []
         self.graph_breaks: list[Reason] = []
         self.num_graph_calls = 0  # in the last call of the step
         # Class of an input because of which the last call ran uncaptured.
@@ -74,7 +74,7 @@ class StepState:
 
     def forget(self) -> None:
         """Have the next call recaptured, by Dynamo as well."""
-        capture.forget(self.captured)
+        capture.forget_captures(self.captured)
         self.reset()
 
     def forget_after(self, error: BaseException) -> BaseException:
@@ -145,9 +145,9 @@ class _GraphOfEachModule:
         # The input that distinguishes modules that run the same code.
         positions = (i for i, described in enumerate(captured.inputs) if described.fqn is not None)
         self._position = next(positions, None)
-        self._first = CompiledGraph(step, captured, executor)
+        self._first = GraphVariants(step, captured, executor)
         self._by_roots = {tuple(captured.roots().values()): self._first}
-        self._by_parameter: dict[int, CompiledGraph] = {}
+        self._by_parameter: dict[int, GraphVariants] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         # A compiled graph cannot be compiled again outside of Dynamo, with its guards.
@@ -158,7 +158,7 @@ class _GraphOfEachModule:
             self._by_parameter[id(parameter)] = self._find(inputs)
         return self._by_parameter[id(parameter)](*inputs)
 
-    def _find(self, inputs: tuple[Any, ...]) -> CompiledGraph:
+    def _find(self, inputs: tuple[Any, ...]) -> GraphVariants:
         step = self._step()
         if step is None:
             return self._first
@@ -167,11 +167,11 @@ class _GraphOfEachModule:
         if not roots:
             return self._first
         if roots not in self._by_roots:
-            self._by_roots[roots] = CompiledGraph(step, captured, self._executor)
+            self._by_roots[roots] = GraphVariants(step, captured, self._executor)
         return self._by_roots[roots]
 
 
-class CompiledGraph:
+class GraphVariants:
     """One captured graph and its variants, with and without probes."""
 
     def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
@@ -314,7 +314,7 @@ class GraphReached(BaseException):
     """Signal in place of the run of a graph on inputs. No ``except Exception`` catches it."""
 
 
-def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+def stop_at_graph(graph: GraphVariants, inputs: tuple[Any, ...]) -> Any:
     """Raise :class:`GraphReached` instead of running the graph."""
     raise GraphReached(graph, inputs)
 
@@ -324,7 +324,7 @@ class GraphCall:
     """The one graph that a call of a step runs, with inputs, parameters and buffers."""
 
     step: StepState
-    graph: CompiledGraph
+    graph: GraphVariants
     inputs: tuple[Any, ...]
 
     @property
