@@ -321,8 +321,8 @@ class FormatsInGraph:
     def _look_for_weight(self, matmul: RoundedMatmul, node: fx.Node) -> None:
         """Find out whether the second operand of a matmul is a weight or an input."""
         module = self._session.sites.module
-        layer = None if module is None else module.get_submodule(matmul.names.path)
-        matmul.is_weight = is_weight(matmul.names.word, value_of(node), layer)
+        layer = None if module is None else module.get_submodule(matmul.matmul_names.path)
+        matmul.is_weight = is_weight(matmul.matmul_names.word, value_of(node), layer)
         for source in arrangements(node):
             if source.op == "placeholder" and not matmul.is_weight:
                 if source not in self._inputs:

@@ -51,7 +51,7 @@ class GraphMatmul:
     """A matmul of a compiled graph, forward or backward."""
 
     rule: MatmulRule
-    names: MatmulNames  # of the forward matmul that it belongs to
+    matmul_names: MatmulNames  # of the forward matmul that it belongs to
     number: int  # in its graph
     forward: int  # number of that forward matmul; its own if it is a forward matmul
     sources: Sources  # which forward operand each operand is; ``None``: the output gradient
@@ -96,7 +96,7 @@ class GraphRuns:
     def add_names(self, matmul: GraphMatmul) -> None:
         """Record the names of a forward matmul."""
         if not matmul.is_backward:
-            self._matmul_names[matmul.number] = matmul.names
+            self._matmul_names[matmul.number] = matmul.matmul_names
             self._named.clear()
 
     def begin_run(self) -> GraphRun | None:

@@ -91,9 +91,9 @@ class JointMatmuls:
             known.append((found, operands))
         elif (belongs := self._forward_of(rule, operands, known, autograd_node)) is not None:
             forward, found.sources = belongs
-            found.forward, found.names = forward.number, forward.names
+            found.forward, found.matmul_names = forward.number, forward.matmul_names
         else:
-            found.names = names._replace(word=f"{word}@backward")
+            found.matmul_names = names._replace(word=f"{word}@backward")
         return found
 
     def _forward_of(

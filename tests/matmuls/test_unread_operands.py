@@ -334,7 +334,9 @@ def test_compiled(name: str, options: Any) -> None:
     assert callback.coverage.fraction_of_flops("units", "format") == 1.0
     if name == "first" and not options:
         matmuls = [p for graph in GRAPHS for p in graph.matmuls if isinstance(p, CompiledMatmul)]
-        of_first = [matmul for matmul in matmuls if matmul.names.path.startswith("net.first")]
+        of_first = [
+            matmul for matmul in matmuls if matmul.matmul_names.path.startswith("net.first")
+        ]
         assert (None, 0) in {matmul.sources for matmul in of_first}
         assert all(matmul.sources != (None, 0, 1) for matmul in of_first)
     if not options:
