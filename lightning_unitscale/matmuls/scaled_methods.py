@@ -212,7 +212,7 @@ class AttachedSession:
             open_session(self.session)
             if self._steps is not None:
                 self._steps.rewrite_by(SessionRewriter(self.session))
-                self.session.captured = self._steps
+                self.session.captured = weakref.ref(self._steps)
             for name in names:
                 method = self.method_type(self, name, getattr(module, name))
                 self.methods[name] = method

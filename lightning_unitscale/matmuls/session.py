@@ -82,7 +82,8 @@ class MatmulSession:
         self.counter: CoverageCounter | None = None
         self.is_open = True  # until :meth:`close`
         self.is_after_call = False  # whether a step continues after a call, until :meth:`end_step`
-        self.captured: ModuleSteps | None = None  # the module's captured steps, if it has any
+        # The module's captured steps, if it has any. Weak, as they keep the module alive.
+        self.captured: weakref.ref[ModuleSteps] | None = None
         self.threads: list[int] = []  # numbers of the threads that run a call
 
     @contextlib.contextmanager
@@ -148,9 +149,10 @@ class MatmulSession:
         else:
             run = LOSS if graph_task() < 0 else None
         size = least_size(operands)
-        is_outside = node is None and SESSION.get() is self and size and not runs_in_graph()
-        if self.captured is not None and is_outside:
-            self.captured.see_uncaptured(operands)
+        steps = None if self.captured is None else self.captured()
+        is_forward = node is None and SESSION.get() is self
+        if steps is not None and size and is_forward and not runs_in_graph():
+            steps.see_uncaptured(operands)
         if size is None:
             result = run_inside(original, *args, **kwargs)
             is_complex = any(operand.is_complex() for operand in operands)
