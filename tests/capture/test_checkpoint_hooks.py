@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +34,8 @@ class Frozen(nn.Module):
         return result.square().sum()
 
 
+# Torch 2.11 captures nothing of it.
+@pytest.mark.filterwarnings("ignore:Frozen.forward. no graph could be captured")
 def test_the_hook_runs_between_two_graphs() -> None:
     module = Frozen(breaks=True)
     assert_same_bits(run(captured_copy(module), IDS), run(module, IDS))
