@@ -21,14 +21,11 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote
 
-import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unitscale import ScaleMonitor
 from tests.browser.browser import Browser
+from tests.callbacks.injected import overflow, train
 from tests.docs.test_tutorial import executed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,50 +52,14 @@ PICTURES: dict[str, dict[str, Any]] = {
 BARE = {"scales_alerts": "data/plugin_entry.html?name=scales"}
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class _Faulty(pl.LightningModule):
-    """Multiplies the weights of one layer by 2^12 at one step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 32)
-        blocks = [_Block(32) for _ in range(3)]
-        self.blocks, self.faulty = nn.Sequential(*blocks), [blocks[1].up]
-        self.last = nn.Linear(32, 1)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.last(self.blocks(self.first(x))), y)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == FAULT_AT:
-            with torch.no_grad():
-                self.faulty[0].weight.mul_(2.0**12)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 def train_with_a_fault(logs: Path) -> None:
-    pl.seed_everything(0)
-    data = TensorDataset(torch.randn(64, 16) / 8, torch.randn(64, 1))
-    pl.Trainer(
+    train(
+        ScaleMonitor(every_n_steps=1, on_violation="warn"),
+        overflow,
+        at=FAULT_AT,
         max_steps=2 * FAULT_AT,
-        accelerator="cpu",
-        callbacks=[ScaleMonitor(every_n_steps=1, on_violation="warn")],
         logger=TensorBoardLogger(str(logs), name="fault"),
-        enable_checkpointing=False,
-    ).fit(_Faulty(), DataLoader(data, batch_size=8))
+    )
 
 
 def train_all(logs: Path) -> None:
