@@ -109,12 +109,8 @@ class GraphRuns:
             return self.of_node(node)
         if session is None or where is None or not session.is_open:
             return None
-        if (named := self._named.get(where.path)) is None:
-            named = self._named[where.path] = [
-                ((_moved(names.path, self._root, where.path), names.word), names.roles)
-                for names in self._matmul_names.values()
-            ]
-        sites = dict(zip(self._matmul_names, session.sites.find_all(named, where), strict=True))
+        found = session.sites.find_all(self._named_below(where.path), where)
+        sites = dict(zip(self._matmul_names, found, strict=True))
         run = GraphRun(next(_NUMBERS), session.ref, sites)
         if (key := node_key(())) is not None:
             if len(self._of_node) >= _MAX_RUNS:
@@ -128,14 +124,24 @@ class GraphRuns:
         where = None if session is None else session.sites.run_of(node)
         if session is None or where is None or where.result or not session.is_open:
             return None
-        sites, met = {}, Counter[tuple[str, str]]()
-        for number, names in self._matmul_names.items():
-            run = where._replace(path=_moved(names.path, self._root, where.path))
-            key = run.path, names.word
+        sites, met = {}, Counter[Key]()
+        named = self._named_below(where.path)
+        for number, (key, roles) in zip(self._matmul_names, named, strict=True):
             if number in numbers:
-                sites[number] = session.sites.ahead(names.word, names.roles, run, met[key])
+                path, word = key
+                run = where._replace(path=path)
+                sites[number] = session.sites.ahead(word, roles, run, met[key])
             met[key] += 1
         return session, sites
+
+    def _named_below(self, path: str) -> list[tuple[Key, tuple[str, ...]]]:
+        """Return the keys of the matmuls, and the names of their operands, where a module calls."""
+        if (named := self._named.get(path)) is None:
+            named = self._named[path] = [
+                ((_moved(names.path, self._root, path), names.word), names.roles)
+                for names in self._matmul_names.values()
+            ]
+        return named
 
     def of_node(self, node: Any) -> GraphRun | None:
         """Return the run of the forward graph that an autograd node belongs to."""

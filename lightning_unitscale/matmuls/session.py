@@ -142,17 +142,16 @@ class MatmulSession:
         if kwargs or rule.mask is not None:
             rule = rule.reading(args, kwargs)
         operands = rule.operands_in(args)
+        size = least_size(operands)
         if node is not None:
             run = None if frame is None else self.sites.run_of(node, frame)
         elif SESSION.get() is self:
             run = self.sites.forward_run(frame)
+            steps = None if self.captured is None else self.captured()
+            if steps is not None and size and not runs_in_graph():
+                steps.see_uncaptured(operands)
         else:
             run = LOSS if graph_task() < 0 else None
-        size = least_size(operands)
-        steps = None if self.captured is None else self.captured()
-        is_forward = node is None and SESSION.get() is self
-        if steps is not None and size and is_forward and not runs_in_graph():
-            steps.see_uncaptured(operands)
         if size is None:
             result = run_inside(original, *args, **kwargs)
             is_complex = any(operand.is_complex() for operand in operands)
