@@ -257,8 +257,8 @@ MUTATIONS = (
     Mutation(
         "modules of one class share the names of the first in compiled graphs",
         "matmuls/compiled_runs.py",
-        "(_moved(names.path, self._root, where.path), names.word)",
-        "(names.path, names.word)",
+        "((_moved(names.path, self._root, path), names.word), names.roles)",
+        "((names.path, names.word), names.roles)",
         "matmuls/test_compiled_sharing.py -k blocks",
     ),
     Mutation(
