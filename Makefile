@@ -16,6 +16,9 @@ WHEELS ?=
 TEST_WORKERS ?= 2
 BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training operator_bits architectures architecture_steps rule_coverage rule_transform_cost best_rates lr_transfer low_precision_gradients low_precision_training fp8_roofline zero_at_first memory_prediction remat_pareto offload planning_time pipeline_bubble pipeline_balance pipeline_scale
 
+# Some images set it. Each process that is started here would then compile the whole package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # A stamp is younger than what it was installed from, so that a second call installs nothing.

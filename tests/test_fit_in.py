@@ -68,6 +68,7 @@ def test_what_fits_is_shown_and_written(project: str, capsys: pytest.CaptureFixt
     assert "*   32-true" in printed and "activations of blocks.*." in printed
 
 
+@pytest.mark.slow
 def test_a_named_gpu_has_its_memory(project: str) -> None:
     # Samples of many MiB: fewer batch sizes are tried until the memory is full.
     options = ["--device=t4", "--max_shards=1", "--trainer.accumulate_grad_batches=3"]

@@ -61,6 +61,7 @@ def test_the_size_of_a_loss_is_no_violation(accumulate: int) -> None:
     assert monitor.alerts == ()
 
 
+@pytest.mark.slow
 def test_an_overflow_is_named(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, "run")
     monitor = ScaleMonitor(every_n_steps=5, on_violation="warn")
@@ -247,6 +248,7 @@ def test_infinite_gradients_belong_to_the_loss_scaler() -> None:
 _NO_OVERFLOW = {"E4M3FN": {"overflow": 0.0}}
 
 
+@pytest.mark.slow
 def test_unit_scaled_tensors_are_judged_as_stored() -> None:
     class Large(Regression):
         def forward(self, x: Tensor) -> Tensor:
@@ -261,6 +263,7 @@ def test_unit_scaled_tensors_are_judged_as_stored() -> None:
     assert name not in {one.tensor for one in scaled.alerts}
 
 
+@pytest.mark.slow
 def test_a_step_that_units_are_measured_in_is_not_judged_by_formats() -> None:
     class Manual(Regression):
         def __init__(self) -> None:

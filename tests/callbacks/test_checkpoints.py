@@ -95,6 +95,7 @@ def test_a_checkpoint_of_weights_alone(when: str, checkpoints: dict[str, Path]) 
     assert alone["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_by_rules_goes_on(checkpoints: dict[str, Path]) -> None:
     module, _ = _start("fit", [unit_scale("u-mup")], checkpoints["u-mup"])
     assert "on_load_checkpoint" not in vars(module)
@@ -107,6 +108,7 @@ class Signing(Classifier):
         checkpoint["module"] = self
 
 
+@pytest.mark.slow
 def test_copies_of_a_trained_module_mark_their_own_checkpoints() -> None:
     module, callback = Signing(), unit_scale("u-mup")
     for _ in range(2):
@@ -119,6 +121,7 @@ def test_copies_of_a_trained_module_mark_their_own_checkpoints() -> None:
         assert len(checkpoint["state_dict"]) == len(own.state_dict()) + 1
 
 
+@pytest.mark.slow
 def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, Path]) -> None:
     expected = r"^method='u-mup': .* trained with method='lossless'. .*. Expected .*. To continue"
     with pytest.warns(UserWarning, match=expected):
@@ -134,6 +137,7 @@ def test_a_lossless_checkpoint_is_plain(checkpoints: dict[str, Path]) -> None:
     _start("fit", [], checkpoints["lossless"])
 
 
+@pytest.mark.slow
 def test_the_modules_own_hooks_are_called(tmp_path: Path) -> None:
     class Keeping(Classifier):
         def on_save_checkpoint(self, checkpoint: Any) -> None:

@@ -77,6 +77,7 @@ class FailsOnceInBackward(FailsOnce):
         loss.backward()
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("kind", [FailsOnce, FailsOnceLater, FailsOnceToRead, FailsOnceInBackward])
 def test_an_error_of_the_user_comes_once_and_at_its_time(kind: type[FailsOnce]) -> None:
     found = []

@@ -135,6 +135,7 @@ def _rectify(x: Tensor, approximate: str = "none") -> Tensor:
     return F.relu(x)
 
 
+@pytest.mark.slow
 def test_a_function_to_replace_that_is_not_called() -> None:
     replaced = {F.gelu: _rectify, F.selu: F.relu}
     (text,) = _warned([UnitScaleCallback("u-mup", replace=replaced)], _classify)

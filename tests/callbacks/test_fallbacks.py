@@ -266,6 +266,7 @@ def _assert_as_plain(kind: type[Noted], reason: str, callbacks: Sequence[pl.Call
     assert reason in said[0], said[0]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -290,6 +291,7 @@ def test_whatever_else_captures_it(kind: type[Noted], arrangement: str) -> None:
     _assert_as_plain(kind, reason, CALLBACKS[arrangement]())
 
 
+@pytest.mark.slow
 def test_a_failing_backward_pass_is_undone() -> None:
     CALLS.fails = False
     plain, _ = _run(FailsInBackward)
@@ -318,6 +320,7 @@ class ForwardHooks(Noted):
             del self.handle
 
 
+@pytest.mark.slow
 def test_forward_hooks_are_captured() -> None:
     plain, _ = _run(ForwardHooks)
     callback = RematCallback("min_cut")

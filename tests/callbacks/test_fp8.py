@@ -145,6 +145,7 @@ def test_layers_that_fp8_does_not_fit_are_kept(tmp_path: Any) -> None:
     assert "2 of 3 matmuls in FP8" in resumed.explain()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
     class Uneven(Tower):
         """Nine samples of ten hardly count, from the fourth step on."""
@@ -186,6 +187,7 @@ def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
     assert always.explain().count("constant scales, gradients in E5M2\n") == 2
 
 
+@pytest.mark.slow
 def test_the_numbers_of_fp8_move_and_evaluation_does_not_move_them(tmp_path: Any) -> None:
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -235,6 +237,7 @@ def test_a_layer_that_stops_fitting_leaves_fp8(
     assert torch.isfinite(losses).all()
 
 
+@pytest.mark.slow
 def test_what_is_excluded() -> None:
     callback = UnitScaleCallback(precision="fp8")
     _losses([callback])

@@ -104,6 +104,7 @@ def test_late_gradients_come_to_rms_1(name: str, options: Any) -> None:
         assert math.log2(seen[at + 2]) == pytest.approx(0, abs=4), fqn
 
 
+@pytest.mark.slow
 def test_lossless_units_are_late_too() -> None:
     module = LATE["zero head"]()
     callback = UnitScaleCallback(remat="min_cut", recalibrate=None)
@@ -114,6 +115,7 @@ def test_lossless_units_are_late_too() -> None:
     assert callback.gauge["head.linear:weight"].log2_sigma < 0
 
 
+@pytest.mark.slow
 def test_a_tensor_that_stays_zero_is_named() -> None:
     class Dead(LATE["annealed loss"]):  # type: ignore[misc]
         def late_share(self, step: int) -> float:

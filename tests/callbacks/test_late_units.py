@@ -69,6 +69,7 @@ def train(
     return losses, dict(module.state_dict()), first
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("how", INTERRUPTED)
 @pytest.mark.parametrize("recalibrate", sampled(["auto", None], 2))

@@ -333,6 +333,7 @@ def test_matmuls_between_graphs_of_rules(options: dict[str, Any]) -> None:
     assert counts == {"up": ("format", 2), "middle": ("format", 3), "down": ("format", 3)}
 
 
+@pytest.mark.slow
 def test_captured_steps_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "RECOMPILE_LIMIT", 4)
 

@@ -197,6 +197,7 @@ class _Three(_Parts):
         return self.parts[2](x).square().mean()
 
 
+@pytest.mark.slow
 def test_what_other_graphs_of_a_step_hold_is_counted() -> None:
     torch.manual_seed(0)
     callback = RematCallback(1.0)
@@ -243,6 +244,7 @@ class _Validated(Regression):
         torch._dynamo.graph_break()
 
 
+@pytest.mark.slow
 def test_a_break_elsewhere_does_not_stop_a_budget_in_bytes() -> None:
     module, callback = _Validated(dropout=0.0), RematCallback("1GiB")
     trainer = pl.Trainer(callbacks=[callback], max_epochs=1, **QUIET)
@@ -250,6 +252,7 @@ def test_a_break_elsewhere_does_not_stop_a_budget_in_bytes() -> None:
     assert len(callback.reports) == 1
 
 
+@pytest.mark.slow
 def test_a_smaller_last_batch_has_a_plan_of_its_own() -> None:
     data = DataLoader(_Wide(1024 + 40), batch_size=256)
     torch.manual_seed(0)
@@ -338,6 +341,7 @@ def test_shapes_that_depend_on_values_are_planned_in_parts() -> None:
     assert len(callback.reports) >= 2
 
 
+@pytest.mark.slow
 def test_bytes_are_refused_for_a_step_that_breaks() -> None:
     with pytest.raises(ValueError, match="breaks into several graphs"):
         _fit(_Broken(), loader(8), RematCallback("1GiB"))
@@ -357,6 +361,7 @@ def test_it_is_given_once() -> None:
         _fit(_gpt(), _batches(), RematCallback(0.9), RematCallback(0.9))
 
 
+@pytest.mark.slow
 def test_inductor_runs_the_plan(torch_kernels: None) -> None:
     torch.manual_seed(0)
     plain = Regression(dropout=0.0, norm=False)

@@ -141,6 +141,7 @@ def test_late_units(options: dict[str, Any], at_first: set[str], num_parts: int)
     assert casts == [step >= num_plain for step in range(NUM_STEPS)]
 
 
+@pytest.mark.slow
 def test_casts_to_fp8() -> None:
     """Each operand of a linear layer, and its gradient, is cast once."""
     with a_gpu() as gpu:

@@ -169,6 +169,7 @@ class Freezing(Regression):
         return self.loss(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_TORCH_2_11, reason="its Dynamo captures the step anew for each batch")
 def test_a_step_on_which_dynamo_fails() -> None:
     with pytest.warns(UserWarning, match=r"fails on `self.first.weight.requires_grad_\(batch"):

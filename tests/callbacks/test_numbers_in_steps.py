@@ -72,6 +72,7 @@ def _own_generator(self: Any, batch: Any, batch_idx: int) -> Any:
 STEPS = [_warm_up, _table, _mixed, _short_types, _own_arrays, _array_in_place, _own_generator]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     ("name", "step"),
     [

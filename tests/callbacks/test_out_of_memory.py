@@ -83,6 +83,7 @@ def test_the_largest_owners_and_a_budget_that_fits(name: str) -> None:
         assert callback.predicted_peak_bytes <= int(found[1])
 
 
+@pytest.mark.slow
 def test_no_budget_fits() -> None:
     (note,) = _notes(torch.OutOfMemoryError(_TEXT.format("100.00 KiB")), [RematCallback(1.0)])
     assert "No budget fits into 100.00 KiB, since the smallest peak" in note
@@ -93,6 +94,7 @@ def test_without_a_capacity_only_the_owners_are_named() -> None:
     assert "largest owners" in note and "RematCallback" not in note
 
 
+@pytest.mark.slow
 def test_other_errors_are_left_alone() -> None:
     assert not _notes(RuntimeError("something else"), [RematCallback(1.0)])
 

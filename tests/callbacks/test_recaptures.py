@@ -100,6 +100,7 @@ def assert_equal_runs(found: Any, expected: Any) -> None:
     assert_same_bits(found.weights, expected.weights)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_captured_at_each_call_goes_on_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

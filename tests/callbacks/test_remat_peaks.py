@@ -88,6 +88,7 @@ def test_accumulated_batches_beside_units() -> None:
     assert remat.predicted_peak_bytes == pytest.approx(remat.measured_peak_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 def test_no_plan_has_a_lower_peak_than_the_step_of_the_optimizer() -> None:
     remat = RematCallback("min")
     _fit(remat)

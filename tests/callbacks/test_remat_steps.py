@@ -122,6 +122,7 @@ class _Broken(_Step):
         return self.second(hidden).square().mean()
 
 
+@pytest.mark.slow
 def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
     line = _Broken.training_step.__code__.co_firstlineno + 2
     with pytest.warns(UserWarning, match=rf"in 2 parts.*test_remat_steps.py:{line}\.") as warned:
@@ -240,6 +241,7 @@ class _Trains(_Step):
         return (self(batch) - inner(batch).detach()).square().mean()
 
 
+@pytest.mark.slow
 def test_a_trainer_in_a_step_trains_as_in_the_plain_run() -> None:
     plain = _Trains()
     planned, callback = copy.deepcopy(plain), RematCallback("min_cut")

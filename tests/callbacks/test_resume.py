@@ -145,6 +145,7 @@ def test_a_run_continues_with_and_without_captured_steps(
     assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_found(whole: Any, tmp_path: Path) -> None:
     train(both(), 20, tmp_path)
     # A run that finished 20 steps goes on to 40.

@@ -98,6 +98,7 @@ def test_a_step_may_read_its_gradients(kind: Any) -> None:
 
 
 # Until torch 2.11 Dynamo warns of what it was told to leave alone.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_matmul_of_gradients_is_left_alone() -> None:
     pl.seed_everything(1, verbose=False)

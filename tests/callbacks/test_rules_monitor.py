@@ -82,6 +82,7 @@ def test_its_numbers_are_those_of_the_scaled_model(accumulated: int) -> None:
         assert backward[place] == pytest.approx(rms(grads), rel=1e-3), name
 
 
+@pytest.mark.slow
 def test_what_matmuls_read_is_shown_as_it_is_stored() -> None:
     pl.seed_everything(3, verbose=False)
     module, callbacks = Classifier(), [unit_scale("u-mup"), ScaleMonitor(every_n_steps=1)]

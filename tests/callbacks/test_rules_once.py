@@ -80,6 +80,7 @@ def test_not_at_all_if_that_is_the_choice() -> None:
     assert_same_bits(seen.weights[0], before)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_built_late() -> None:
     class Late(Classifier):
         def __init__(self) -> None:
@@ -201,6 +202,7 @@ def test_a_second_fit_is_the_continued_one() -> None:
         torch.testing.assert_close(one["loss"], other["loss"], rtol=0.02, atol=0)
 
 
+@pytest.mark.slow
 def test_another_module_is_another_beginning() -> None:
     callback = unit_scale("u-mup")
     fit(seeded(), callback)
@@ -300,6 +302,7 @@ def test_resuming_in_the_same_objects(two_epochs: Any) -> None:
     assert_same_bits([one.state_dict() for one in trainer.optimizers], whole["states"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(two_epochs: Any) -> None:
     found = torch.load(two_epochs[1] / "epoch=0.ckpt", weights_only=True)
     (mark,) = set(found["state_dict"]) - set(Classifier().state_dict())
@@ -395,6 +398,7 @@ def test_a_checkpoint_of_a_plain_run_is_scaled_once(tmp_path: Path) -> None:
         assert rms(seen.weights[0][name]) == pytest.approx(1, rel=0.012)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_the_module_but_what_the_weights_are() -> None:
     module = seeded()
     before = set(vars(module)) | {"_unit_scale_plan", "on_save_checkpoint"}

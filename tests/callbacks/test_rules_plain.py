@@ -140,6 +140,7 @@ class LazyAndCut(Classifier):
         return loss * 2.0
 
 
+@pytest.mark.slow
 def test_a_sanity_check_is_unscaled_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "MANY_GRAPHS", 1)
     with warnings.catch_warnings(record=True) as caught:
@@ -164,6 +165,7 @@ class Clipped(torch.optim.Optimizer):
         return loss
 
 
+@pytest.mark.slow
 def test_rates_follow_within_an_optimizer_around_another() -> None:
     torch.manual_seed(0)
     module = Classifier(lambda module: Clipped(adamw(module)))

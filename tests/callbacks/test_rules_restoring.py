@@ -324,6 +324,7 @@ trainer:
 """
 
 
+@pytest.mark.slow
 def test_lightnings_command_line(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ class Small(Classifier):
         return F.cross_entropy(self.readout(x + self.blocks[0][0](x).tanh()), batch[1])
 
 
+@pytest.mark.slow
 def test_inductor(torch_kernels: None) -> None:
     losses = []
     for compile_it in (False, True):

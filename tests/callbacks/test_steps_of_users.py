@@ -372,6 +372,7 @@ def _append_by_key(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+@pytest.mark.slow
 def test_a_step_that_would_be_captured_again_and_again_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -122,6 +122,7 @@ class Hidden(nn.Module):
         return self.layer(x).relu()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
 def test_a_sparse_matrix_in_a_plan() -> None:
     found, plain = run(Graph, [RematCallback("min_cut")]), run(Graph)

@@ -81,6 +81,7 @@ def test_a_module_compiled_by_the_user_is_refused() -> None:
         compile(torch.compile(Net()))
 
 
+@pytest.mark.slow
 def test_inductor_itself(torch_kernels: None) -> None:
     net, x = Net(), torch.randn(5, 6)
     compiled = compile(track_scales(net))
@@ -109,6 +110,7 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
 
 
+@pytest.mark.slow
 def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not again in the backward pass, for the random numbers that it might draw."""
     found: list[str] = []

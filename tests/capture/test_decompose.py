@@ -98,6 +98,7 @@ _MHA = [
 ]
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("need_weights", sampled([False, True], 2))
 @pytest.mark.parametrize("options", _MHA, ids=lambda one: "+".join(one) or "plain")
 def test_multi_head_attention(options: dict[str, Any], need_weights: bool) -> None:
@@ -238,6 +239,7 @@ class _Attending(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads * 1.5, causal, 0.1)
 
 
+@pytest.mark.slow
 def test_graphs_of_dynamic_shape_are_opened_for_every_shape() -> None:
     module, graphs = _Attending(), []
 

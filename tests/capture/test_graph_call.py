@@ -122,6 +122,7 @@ def _run_plain(graph: Any, inputs: tuple[Any, ...]) -> Any:
     return graph.interpret(lambda base: base.forward, inputs)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_step_runs_but_its_graph_which_is_undone() -> None:
     module, x = Keeping(), torch.randn(3, 2)
     step = _captured(module)

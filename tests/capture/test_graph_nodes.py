@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -116,6 +117,7 @@ def test_a_recompilation_gives_the_same_names() -> None:
     assert all(one == first for one in others)
 
 
+@pytest.mark.slow
 def test_names_are_unique_over_the_graphs_of_a_step_and_the_same_in_every_run() -> None:
     runs = []
     for _ in range(2):
@@ -132,6 +134,7 @@ def test_names_are_unique_over_the_graphs_of_a_step_and_the_same_in_every_run() 
     assert len(set(own)) == len(own)
 
 
+@pytest.mark.slow
 def test_another_step_captured_first_changes_no_name() -> None:
     class Steps(Network):
         def training_step(self, batch: dict[str, Tensor]) -> Tensor:

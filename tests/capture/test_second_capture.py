@@ -115,6 +115,7 @@ def _budget(share: float) -> int:
     return int(share * plan.peak_bytes)
 
 
+@pytest.mark.slow
 def test_a_budget_in_bytes_is_judged_on_the_graph_that_is_kept() -> None:
     torch.manual_seed(0)
     plain = Prepares()
@@ -143,6 +144,7 @@ def test_a_float_is_met_by_each_part() -> None:
     assert module.remat_reports()
 
 
+@pytest.mark.slow
 def test_the_whole_graph_is_refused_in_its_own_call() -> None:
     module = remat(Prepares(), 16)
     module(torch.randn(64, 4)).backward()

@@ -56,6 +56,7 @@ def test_evaluation_in_fp8_is_in_fp8(
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.slow
 def test_evaluation_by_rules_is_that_of_training() -> None:
     module, x = _encoder()
     trained, evaluated = _both(unit_scale(module), x)
@@ -72,6 +73,7 @@ def test_a_run_that_keeps_its_bits_keeps_the_kernel() -> None:
         assert_same_bits(evaluated, module.eval()(x))
 
 
+@pytest.mark.slow
 def test_a_captured_run_keeps_its_bits() -> None:
     module, x = _encoder()
     new = captured_copy(lossless_unit_scale(module, x))

@@ -66,6 +66,7 @@ def _named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("case", _cases())
 def test_units_change_no_bit(case: Case) -> None:
     found = differences(train(case, "rules"), train(case, "rules alone"))
@@ -77,6 +78,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return {name: tensor.detach().clone() for name, tensor in tensors}
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
     case = _named(name)
@@ -97,6 +99,7 @@ def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
     assert classes == [type(one) for one in scaled.modules()]
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", sampled(sorted(ODD), 3))
 def test_without_a_plan_training_goes_on(name: str) -> None:
     case = _named(name)

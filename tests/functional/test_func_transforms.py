@@ -121,6 +121,7 @@ def test_an_ensemble() -> None:
     _close(vmap(call)(parameters, buffers), torch.stack([model(x) for model in models]))
 
 
+@pytest.mark.slow
 def test_a_transform_within_a_compiled_function() -> None:
     x, w = torch.randn(B, T, D), torch.randn(D, D)
 

@@ -75,6 +75,7 @@ def test_is_the_plain_operation_times_constants(case: Case, constraint: str | No
         torch.testing.assert_close(gradients[place] / scale, expected / scale, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_activations_compile_into_one_graph_with_the_eager_result() -> None:
     def all_of_them(x: Tensor) -> list[Tensor]:
         return [getattr(U, name)(x, **options) for name, _, options in ELEMENTWISE]

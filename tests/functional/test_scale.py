@@ -162,6 +162,7 @@ def test_compiled_equals_eager_for_any_factor_without_recompilation(backend: str
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_compiled_in_fp16_with_a_factor_outside_its_range() -> None:
     compiled = torch.compile(scale, backend="inductor", fullgraph=True)
     x = torch.full((8,), 2.0**-10, dtype=torch.float16)

@@ -69,9 +69,10 @@ def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(_FILE)
     (tmp_path / "test_none.py").write_text("import nothing_of_this_name")
     written = tmp_path / "outcomes"
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.gpu.outcomes"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "-p", "tests.gpu.outcomes"]
     command += ["--continue-on-collection-errors", "--outcomes", str(written), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(_SCRIPT.parents[1])}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # some of them take seconds to import
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
     found = summary_of([json.loads(line) for line in written.read_text().splitlines()])
     assert found["tests"] == {"passed": 1, "failed": 3, "skipped": 1, "xfailed": 1}

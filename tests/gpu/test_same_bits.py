@@ -43,6 +43,7 @@ def tf32() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("arrangement", _ARRANGEMENTS)
 def test_a_gpt_in_tf32(arrangement: str, device: torch.device, tf32: None) -> None:
     plain = train(device)

@@ -253,6 +253,7 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.usefixtures("_group")
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_blocks_that_share_a_graph_have_the_names_and_units_of_eager_mode(compil
     assert [b - a for a, b in itertools.pairwise(sigmas)] == [3, 3]
 
 
+@pytest.mark.slow
 def test_every_fit_of_a_sweep_has_units() -> None:
     frames = []
     for scale in (1.0, 2.0**-6, 1.0):
@@ -119,6 +120,7 @@ def _thread(function: Callable[..., Any], *args: Any) -> threading.Thread:
     return threading.Thread(target=run)
 
 
+@pytest.mark.slow
 def test_what_a_thread_of_the_users_compiles_has_units() -> None:
     module = Module(compiles="module")
     attached = AttachedSession(module, ["training_step"])

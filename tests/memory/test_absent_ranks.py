@@ -48,6 +48,7 @@ def test_shards_on_devices_that_are_not_there(device: str, sizes: tuple[int, int
     assert GraphProfile.from_json(profile.to_json()) == profile
 
 
+@pytest.mark.slow
 def test_gathered_parameters_are_those_of_two_layers_at_most() -> None:
     with fake_process_group(4):
         profile, kept = (profiled(sharded(case, sizes=(4, 1))) for case in ("fsdp", "kept"))
@@ -95,6 +96,7 @@ def test_random_operators_on_distributed_tensors(device: str) -> None:
     assert "1.dropout" in {node.name for node in profile.nodes}
 
 
+@pytest.mark.slow
 def test_as_near_as_torchs_tracker() -> None:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -116,6 +118,7 @@ def test_as_near_as_torchs_tracker() -> None:
     assert profile.peak_bytes == pytest.approx(tracked, rel=0.05)
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_left() -> None:
     before = dict(vars(torch.cuda)), dict(vars(torch.UntypedStorage))
     with fake_process_group(4, device="cuda"):

@@ -77,6 +77,7 @@ def test_the_batch_is_the_first_dimension_that_most_inputs_have() -> None:
     assert batch_size_of(((), {})) is None
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**4)), min_size=1, max_size=9),
     st.integers(1, 10**7),

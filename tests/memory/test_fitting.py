@@ -93,6 +93,7 @@ def test_the_allocator_of_a_gpu_is_asked_about_the_largest_batch() -> None:
     assert reserved(fit.microbatch) <= memory < reserved(fit.microbatch + 1)
 
 
+@pytest.mark.slow
 def test_microbatches_until_nothing_is_recomputed() -> None:
     step = _step()
     planner = step.planner(384)
@@ -109,6 +110,7 @@ def test_microbatches_until_nothing_is_recomputed() -> None:
     assert min(fits, key=lambda fit: fit.cost) is fits[-1]
 
 
+@pytest.mark.slow
 def test_copies_to_the_host_are_one_more_way() -> None:
     step = dataclasses.replace(_step("cuda:h100"), link=HostLink(1e12))
     planner = step.planner(384)
@@ -126,6 +128,7 @@ def test_copies_to_the_host_are_one_more_way() -> None:
     assert found is not None and found.is_checked and found.peak_bytes <= low
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     step = _step()
     assert step.largest(1000) is None and step.largest(1000, remat=True) is None

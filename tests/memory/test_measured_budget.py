@@ -74,6 +74,7 @@ def test_the_prediction_is_what_is_measured(budget: Any) -> None:
     assert {report.peak_bytes for report in partitioner.reports} == {step.peak}
 
 
+@pytest.mark.slow
 def test_a_float_leads_from_the_smallest_peak_to_that_without_it() -> None:
     peaks = []
     for budget in (1.0, 0.5, 0.0):
@@ -88,6 +89,7 @@ def test_a_float_leads_from_the_smallest_peak_to_that_without_it() -> None:
     assert least < half <= least + 0.5 * (whole - least)
 
 
+@pytest.mark.slow
 def test_nothing_could_be_faster_alone() -> None:
     step, partitioner = _Step(), MeasuredPartitioner(0.5)
     step.capture(partitioner)
@@ -118,6 +120,7 @@ def test_a_batch_of_another_size_keeps_the_least() -> None:
         step(torch.randn(80, 16))
 
 
+@pytest.mark.slow
 def test_below_the_floor() -> None:
     step, partitioner = _Step(), MeasuredPartitioner(1)
     step.capture(partitioner)

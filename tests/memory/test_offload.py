@@ -278,6 +278,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
     return counting
 
 
+@pytest.mark.slow
 def test_the_bytes_on_the_host_are_those_of_the_plan(host: _Host) -> None:
     torch.manual_seed(0)
     net, x = Net(2), torch.randn(4, 64, 64)
@@ -424,6 +425,7 @@ def test_plans_are_reported_drawn_and_hashed(planner: Planner) -> None:
     assert larger.peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_functions_of_remat_plan_with_a_link() -> None:
     torch.manual_seed(0)
     net, x = Net(2), torch.randn(4, 64, 64)
@@ -432,6 +434,7 @@ def test_functions_of_remat_plan_with_a_link() -> None:
     assert plan.peak_bytes < pareto_front(net, x)[-1].peak_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_named_device_has_its_link() -> None:
     with torch.device("meta"):
         net, x = Net(2), torch.randn(4, 64, 64)
@@ -457,6 +460,7 @@ def test_another_place_is_an_error(offload: Any) -> None:
         transforms.remat(Net(1), 0.5, offload=offload)
 
 
+@pytest.mark.slow
 def test_what_cannot_use_it_is_an_error() -> None:
     with pytest.raises(ValueError, match="limits no bytes"):
         transforms.remat(Net(1), "min_cut", offload="host")

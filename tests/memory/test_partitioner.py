@@ -80,6 +80,7 @@ def _planned(function, *inputs, budget="min_cut") -> RematPlan:
     return plans[0]
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_tags_runs_again_and_is_not_saved() -> None:
     module = Checkpointed()
     for budget in ("default", "min_cut", 1.0):
@@ -90,6 +91,7 @@ def test_what_a_checkpoint_tags_runs_again_and_is_not_saved() -> None:
         assert not (plan.saved & plan.problem.tagged).any()
 
 
+@pytest.mark.slow
 def test_random_values_are_saved_or_replayed() -> None:
     module = PROGRAMS["dropout"][0]()
     plan = _planned(module.forward, PROGRAMS["dropout"][1](), budget=0.8)

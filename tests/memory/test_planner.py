@@ -61,6 +61,7 @@ def planner() -> Planner:
     return _planner(Net(), (torch.randn(4, 64, 64),), {}, None, 0)
 
 
+@pytest.mark.slow
 def test_repeated_blocks_are_found_and_recognised(planner: Planner) -> None:
     blocks = find_blocks(planner.problem)
     assert len(blocks) >= 12
@@ -89,6 +90,7 @@ def test_a_saved_view_keeps_the_storage_that_it_lies_in(planner: Planner) -> Non
         assert of_view == problem.saved_bytes(with_base)
 
 
+@pytest.mark.slow
 def test_a_larger_budget_never_costs_more_and_no_budget_is_exceeded(planner: Planner) -> None:
     top, floor = planner.default.peak_bytes, planner.floor.peak_bytes
     assert floor < 0.6 * top
@@ -146,6 +148,7 @@ def test_a_function_is_planned_as_often_as_one_likes() -> None:
     assert len(set(peaks)) == 1
 
 
+@pytest.mark.slow
 def test_what_is_resident_counts() -> None:
     x = torch.randn(4, 64, 64)
     bare = plan_remat(Net(1), x, budget=1.0)
@@ -153,6 +156,7 @@ def test_what_is_resident_counts() -> None:
     assert beside.peak_bytes == bare.peak_bytes + 1000
 
 
+@pytest.mark.slow
 def test_measured_times_decide() -> None:
     x = torch.randn(4, 64, 64)
     fast = CostModel(flops_per_second=1e30, bytes_per_second=1e30, overhead_seconds=1e-9)
@@ -245,6 +249,7 @@ class _Masks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_replay_is_predicted_with_all_that_it_makes() -> None:
     torch.manual_seed(0)
     net, x = _Masks(), torch.randn(512, 64)
@@ -280,6 +285,7 @@ def test_a_function_without_gradients_or_with_breaks_is_refused() -> None:
         plan_remat(breaks, torch.randn(3, requires_grad=True), budget=1.0)
 
 
+@pytest.mark.slow
 def test_pictures_are_written(planner: Planner, tmp_path: Path) -> None:
     x = torch.randn(4, 64, 64)
     plans = pareto_front(Net(1), x, num_plans=4, path=tmp_path / "front.svg")

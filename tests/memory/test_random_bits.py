@@ -111,7 +111,7 @@ RECURRENT = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("lstm", "gru", "evaluated") else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name in ("lstm", "evaluated") else [pytest.mark.slow])
         for name in RECURRENT
     ],
 )

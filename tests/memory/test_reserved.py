@@ -115,6 +115,7 @@ class Plain:
 _SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 2 * MIB), st.integers(MIB, 40 * MIB))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), _SIZES), max_size=60))
 def test_against_a_plainer_model(steps: list[tuple[int, int]]) -> None:

@@ -22,6 +22,7 @@ def profile() -> GraphProfile:
     return profile_graph(module, given, loss=sum_of, optimizer=torch.optim.AdamW).fit_batch()
 
 
+@pytest.mark.slow
 def test_json_gives_the_same_profile(profile: GraphProfile, tmp_path: Path) -> None:
     assert GraphProfile.from_json(profile.to_json()) == profile
     profile.save(tmp_path / "profile.json")

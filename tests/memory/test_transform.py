@@ -22,6 +22,7 @@ def test_a_module_within_a_budget_computes_the_same_bits() -> None:
     assert net.blocks[0].norm.weight is not planned.blocks[0].norm.weight
 
 
+@pytest.mark.slow
 def test_a_copy_plans_for_itself() -> None:
     planned = copy.deepcopy(transforms.remat(Net(1), 1.0))
     planned(torch.randn(2, 8, 64)).backward()
@@ -40,6 +41,7 @@ def test_transforms_nest() -> None:
     assert len(tracked.scales_graph().nodes) > 10
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="smallest achievable peak"):
         transforms.remat(Net(1), 1000)(torch.randn(2, 8, 64)).backward()

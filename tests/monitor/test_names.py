@@ -164,6 +164,7 @@ def test_patterns_are_about_the_names_that_people_see(options: Any, shown: list[
             assert np.isfinite(one.log2_rms("backward")).all()
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(
     "options", [{"method": "u-mup"}, {"remat": "min_cut"}, {"precision": "fp8"}]
 )

@@ -36,6 +36,7 @@ def test_same_bits(kind: str, every: int) -> None:
     assert "training_step" not in vars(found.module)
 
 
+@pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
 @pytest.mark.parametrize("kind", ["Reentrant", "Encoder", "Hooks", "Views"])
 def test_same_bits_in_modes_of_the_trainer(kind: str, options: Any) -> None:

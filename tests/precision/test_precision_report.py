@@ -57,6 +57,7 @@ def trained() -> tuple[Loss, tuple[torch.Tensor, torch.Tensor]]:
     return module, (images, classes)
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("format", ["E4M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4"])
 def test_the_predicted_order_is_the_measured_one(trained, format):
     module, batch = trained
@@ -76,6 +77,7 @@ def test_the_predicted_order_is_the_measured_one(trained, format):
     assert len(report.rows) == 3 * 7 - 1
 
 
+@pytest.mark.slow
 def test_the_gain_of_exemptions_is_the_measured_one(trained):
     module, batch = trained
     own, grids = SimulateFormat("E2M1FN", "E2M1FN", grid="moving"), range(16)

@@ -83,6 +83,7 @@ def test_what_a_step_writes_into_its_weights_is_undone(breaks: bool) -> None:
         assert_same_bits(param.detach(), before[fqn])
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_for_any_batch() -> None:
     module = GPT(32, 1)
     assert plan(module, tokens()).parameters == plan(module, tokens(8, 2)).parameters
@@ -215,6 +216,7 @@ def test_graphs_are_the_same_if_they_compute_the_same_of_the_same() -> None:
         assert not is_same_graph(first, _captured(module, given))
 
 
+@pytest.mark.slow
 def test_another_step_keeps_what_was_decided() -> None:
     module, inputs = GPT(32, 1), (tokens(),)
     first = plan(module, *inputs)
@@ -251,6 +253,7 @@ def test_a_bias_learns_the_factor_on_what_it_is_added_to() -> None:
     assert infos["parts.0.weight"].output_scale == 1.0
 
 
+@pytest.mark.slow
 def test_it_plans_without_gradients_too() -> None:
     module, inputs = MODELS["gpt"]()
     with torch.no_grad():

@@ -75,6 +75,7 @@ def test_factors_of_matmuls() -> None:
     assert decision.output == pytest.approx((2 * 9) ** -0.5)
 
 
+@pytest.mark.slow
 def test_a_sum_of_two_embeddings() -> None:
     scaled = unit_scale(GPT(W, 1))
     scaled(tokens())
@@ -186,6 +187,7 @@ def test_unknown_scales_raise_if_the_user_says_so() -> None:
     assert plan_of(scaled).parameters == {}
 
 
+@pytest.mark.slow
 def test_an_ordinary_transformer_is_known_throughout() -> None:
     plans = []
     for on_unknown in ("calibrate", "keep", "error"):
@@ -266,6 +268,7 @@ def test_a_matmul_of_what_the_step_makes_itself(make: Any, rms: float) -> None:
     assert argument.factor == pytest.approx(1 / rms)
 
 
+@pytest.mark.slow
 def test_an_operation_that_is_called_again_gets_its_own_decision() -> None:
     scaled = unit_scale(LSTM(16))
     scaled(tokens(6))

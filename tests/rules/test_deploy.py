@@ -112,6 +112,7 @@ print(float((found - expected).abs().max() / expected.abs().max()))
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_this_package_runs_it(tmp_path: Path) -> None:
     module, x = trained(Attention)
     program = torch.export.export(deploy(module, x), (x,))
@@ -129,6 +130,7 @@ def test_a_process_without_this_package_runs_it(tmp_path: Path) -> None:
     assert float(done.stdout) < 1e-6
 
 
+@pytest.mark.slow
 def test_an_mlp_folds_into_the_plain_module() -> None:
     module, x = trained(mlp)
     kept, folded = deploy(module, x), deploy(module, x, fold=True)
@@ -140,6 +142,7 @@ def test_an_mlp_folds_into_the_plain_module() -> None:
     assert sum(node.target is torch.mul for node in folded.graph.nodes) == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_folded_is_reported_and_stays() -> None:
     module, x = trained(Attention)
     folded = deploy(module, x, fold=True)
@@ -241,6 +244,7 @@ def test_what_was_not_scaled_is_refused() -> None:
             deploy(module, x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_forward_that_is_no_single_graph_is_refused() -> None:
     class Breaking(nn.Module):

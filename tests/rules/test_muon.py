@@ -239,6 +239,7 @@ def _both(module: nn.Module) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@pytest.mark.slow
 def test_roles_and_rates_come_from_the_graph(tmp_path: Path) -> None:
     """This also holds in a Trainer with automatic optimization, and in a resumed run."""
     pl.seed_everything(5, verbose=False)
@@ -264,6 +265,7 @@ def test_roles_and_rates_come_from_the_graph(tmp_path: Path) -> None:
     assert sum(resumed[0].losses) / len(resumed[0].losses) < module.losses[0]
 
 
+@pytest.mark.slow
 def test_two_optimizers_under_manual_optimization() -> None:
     """One of torch's Muon, with the same rates as in the optimizer for all."""
 

@@ -144,6 +144,7 @@ _VARIANTS = {
 }
 
 
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in _VARIANTS else []) for name in FORMS],
@@ -162,6 +163,7 @@ def test_logits_are_m_over_d(name: str) -> None:
     assert 0.6 < float(y.detach().square().mean().sqrt()) < 1.6
 
 
+@pytest.mark.slow
 def test_a_learned_temperature_is_left_as_it_is() -> None:
     """Attention by cosines: (1 / d) q.k of tensors at RMS 1 is what its author wrote."""
 

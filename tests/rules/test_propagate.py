@@ -229,6 +229,7 @@ def test_a_weight_that_is_made_of_others_is_measured() -> None:
     assert all(0.8 < rms < 1.25 for _, rms in readings)
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong_with_a_wide_sum() -> None:
     parts = [nn.Linear(W, W) for _ in range(5)]
     module = Of(lambda m, a: m[5](sum(value(a) for value in m[:5]) * 2.0).square().mean(), *parts,

@@ -328,6 +328,7 @@ def test_a_number_on_the_branch_is_the_rules_to_choose(size: float) -> None:
     torch.testing.assert_close(numbered, plain)
 
 
+@pytest.mark.slow
 def test_a_deep_chain_needs_no_deep_stack() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:

@@ -33,6 +33,7 @@ def x(*shape: int) -> Tensor:
     return torch.randn(*(shape or (8, 6, W)))
 
 
+@pytest.mark.slow
 def test_a_transformer() -> None:
     plans = plans_of(GPT(32, 3), tokens())
     roles = {fqn: plan.info.role for fqn, plan in plans.items()}
@@ -141,6 +142,7 @@ def test_a_tied_hidden_layer_keeps_the_rate_that_it_can_take() -> None:
     assert (tied.role, tied.is_tied, tied.fan_in) == (Role.HIDDEN, False, 40)
 
 
+@pytest.mark.slow
 def test_a_post_norm_encoder() -> None:
     plans = plans_of(PostNorm(), tokens(), labels())
     assert plans["positions"].info.role is Role.EMBEDDING
@@ -328,6 +330,7 @@ def test_a_shared_block_counts_as_one_of_its_branches() -> None:
     assert len(structure.uses["parts.1.weight"]) == 3
 
 
+@pytest.mark.slow
 def test_the_factor_of_a_call_does_not_depend_on_its_form() -> None:
     forms: list[Callable[..., Tensor]] = [
         lambda m, a: F.linear(a, m[0].weight),

@@ -184,6 +184,7 @@ def test_fused_optimizers_unscale_by_the_gradient_scaler() -> None:
     assert_same_bits(run(1.0), run(1024.0))
 
 
+@pytest.mark.slow
 def test_a_compiled_step_reads_the_rates_too() -> None:
     def run(by_hand: bool) -> dict[str, Tensor]:
         model = Stored((0.25, 0.5), 0.5)

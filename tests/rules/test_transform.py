@@ -139,6 +139,7 @@ TRAPS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("name", sampled(TRAPS, 2))
 def test_traps(name: str) -> None:
     module, inputs = TRAPS[name]()
@@ -160,6 +161,7 @@ def test_the_output_of_an_attention_module_stays_at_unit_scale() -> None:
     assert rms(scaled.parts[0].in_proj_weight) == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_recomputed_and_have_the_same_factors() -> None:
     def blocks(wrap: Callable[..., Tensor]) -> nn.Module:
         torch.manual_seed(0)
@@ -256,6 +258,7 @@ def test_it_nests_with_simulated_formats_in_any_order(planned: Any) -> None:
     assert 0 < float((results[0]["output"] - exact).abs().detach()) < 0.05
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_planned_module_goes_on_by_itself(planned: Any) -> None:
     _, scaled, ids = planned
     copied = copy.deepcopy(scaled)
@@ -285,6 +288,7 @@ def test_the_original_is_untouched() -> None:
     assert all(pair.data_ptr() != other.data_ptr() for pair, other in pairs)
 
 
+@pytest.mark.slow
 def test_the_first_call_is_one_call() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -369,6 +373,7 @@ def test_a_half_rewritten_parameter_stays_whole_and_is_reported() -> None:
     torch.testing.assert_close(alone(X), expected, rtol=0.05, atol=0.0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_scaled_module_is_not_scaled_again(planned: Any) -> None:
     module, scaled, ids = planned
     state = {name: tensor + 0.1 for name, tensor in scaled.state_dict().items()}

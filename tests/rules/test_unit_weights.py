@@ -185,6 +185,7 @@ def test_a_factor_need_be_no_number_of_the_gradients_type(dtype: torch.dtype) ->
     assert torch.equal(parameter.grad, torch.ones(2, dtype=dtype))
 
 
+@pytest.mark.slow
 def test_copies_have_hooks_of_their_own_and_die_with_their_module() -> None:
     module, inputs = MODELS["conv_net"]()
     scaled = unit_scale(module)

@@ -221,6 +221,7 @@ def test_counts_of_the_stored_value(row_of, log2_factor):
     assert_row(row, expected_row(tensor, LAYOUT, 2.0**log2_factor), LAYOUT)
 
 
+@pytest.mark.slow
 def test_counts_beyond_what_fp32_can_count():
     tensor = torch.ones(1).expand(2**24 + 3)
     row = functional_row(tensor, RowLayout(histogram=False))
@@ -246,6 +247,7 @@ def test_light_rows(dtype, log2_scale):
         assert_row(statistics_row(one, MOMENTS), functional_row(one, MOMENTS), MOMENTS)
 
 
+@pytest.mark.slow
 def test_light_rows_of_what_is_rare():
     tensor = torch.randn(300, 200)
     tensor[7, 3:9], tensor[250, 0], tensor[0, 0] = math.nan, math.inf, -math.inf

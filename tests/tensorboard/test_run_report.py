@@ -67,6 +67,7 @@ def test_a_run_without_gradients(tmp_path, capsys):
     assert (tmp_path / "scale_report/scales.html").exists()
 
 
+@pytest.mark.slow
 def test_the_graph_of_the_last_step(tmp_path):
     inputs = ((), (NAMES[0],), (NAMES[1],), (NAMES[1], NAMES[2]), (NAMES[3],), (NAMES[4],))
     last = replace(unit_scaled(snapshot(10)), inputs=inputs)
@@ -87,6 +88,7 @@ def test_the_graph_of_the_last_step(tmp_path):
     assert texts[-2] == "zero"  # the last gradient
 
 
+@pytest.mark.slow
 def test_a_report_over_another_one_leaves_nothing_of_it(run, tmp_path):
     output = tmp_path / "out"
     mine = output / "scales_of_mine.png"
@@ -109,12 +111,14 @@ def other_run(tmp_path):
     return write(tmp_path / "logs/base/version_3", [snapshot(0)])
 
 
+@pytest.mark.slow
 def test_pictures_without_units_have_one_map_per_direction(run, tmp_path):
     both = imread(write_report([run], tmp_path / "units").pictures[0])
     one = imread(write_report([other_run(tmp_path)], tmp_path / "none").pictures[0])
     assert one.shape[1] < 0.7 * both.shape[1]
 
 
+@pytest.mark.slow
 def test_alerts_in_a_report(tmp_path):
     folder = tmp_path / "run"
     inputs = ((), (NAMES[0],), (NAMES[1],), (NAMES[2],), (NAMES[3],), (NAMES[4],))
@@ -145,6 +149,7 @@ def count_pixels(picture, color):
     return int((pixels == [int(color[k : k + 2], 16) for k in (1, 3, 5)]).all(axis=1).sum())
 
 
+@pytest.mark.slow
 def test_several_runs_are_named_as_tensorboard_names_them(run, tmp_path):
     other = write(tmp_path / "logs/base/version_3", [snapshot(0)])
     report = write_report([run, other], tmp_path / "out")

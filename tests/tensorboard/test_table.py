@@ -84,6 +84,7 @@ def test_where_nobody_knows_what_matmuls_read_all_is_shown():
     assert scale_table(snapshot(10), full=False) == scale_table(snapshot(10))
 
 
+@pytest.mark.slow
 def test_the_report_prints_the_short_table(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", [SCALED])

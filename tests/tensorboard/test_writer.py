@@ -294,6 +294,7 @@ def test_without_histograms_and_without_backward(experiment):
     assert backward and not any(1 in arrays(events, tag) for tag in backward)
 
 
+@pytest.mark.slow
 def test_long_runs_are_thinned(experiment):
     writer = ScaleWriter(experiment)
     one = snapshot(0, names=("a",), backward=False)
