@@ -30,7 +30,7 @@ from lightning_unitscale.matmuls.autograd_nodes import (
     thread_number,
 )
 from lightning_unitscale.matmuls.block_rounding import axes_of
-from lightning_unitscale.matmuls.execute import Matmul, Placement, placement_of
+from lightning_unitscale.matmuls.execute import Matmul, Placement, Visits, placement_of
 from lightning_unitscale.matmuls.measurement import Extent, Extents, Site
 from lightning_unitscale.matmuls.sites import function_arguments
 from lightning_unitscale.matmuls.torch_internals import (
@@ -55,6 +55,7 @@ class Call:
     # Of its operands' data. An address is 0 if autograd saves the operand at another one.
     addresses: Sequence[int] = ()
     needs_gradient: Sequence[bool] = ()
+    visits: Visits = field(default_factory=dict)
     # Measurements of the operands and of the output gradient.
     extents: Extents = ()
     gradient_extent: Extent | None = None
@@ -84,7 +85,8 @@ def remember(
         pairs = zip(addresses, bases, strict=True)
         addresses = tuple(address if base.is_leaf else 0 for address, base in pairs)
     needs_gradient = [tensor.requires_grad for tensor in operands]
-    record(key, session, Call(matmul, placement, addresses, needs_gradient, extents))
+    visits = matmul.visits_of(placement)
+    record(key, session, Call(matmul, placement, addresses, needs_gradient, visits, extents))
 
 
 # Marks a matmul that belongs to no session. It runs unscaled, and so does its backward pass.

@@ -50,7 +50,8 @@ def least_size(tensors: Sequence[Any]) -> int | None:
 _shape_of: Callable[[Tensor], tuple[int, ...]] = attrgetter("shape")
 _strides_of: Callable[[Tensor], tuple[int, ...]] = methodcaller("stride")
 _address_of: Callable[[Tensor], int] = methodcaller("data_ptr")
-_offset_of: Callable[[int], int] = (LINE_BYTES - 1).__and__
+_IN_LINE = LINE_BYTES - 1
+_offset_of: Callable[[int], int] = _IN_LINE.__and__
 # Shapes, strides and offsets in a cache line of operands; type and device of the first one.
 Placement = tuple[
     tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...], torch.dtype, int
@@ -59,6 +60,16 @@ Placement = tuple[
 
 def placement_of(operands: Sequence[Tensor]) -> tuple[Placement, tuple[int, ...]]:
     """Return what decides how a matmul runs on its operands, and their addresses."""
+    if len(operands) == 2:  # unrolled, this takes half the time
+        one, two = operands
+        first, second = one.data_ptr(), two.data_ptr()
+        return (
+            (one.shape, two.shape),
+            (one.stride(), two.stride()),
+            (first & _IN_LINE, second & _IN_LINE),
+            one.dtype,
+            one.get_device(),
+        ), (first, second)
     addresses = tuple(map(_address_of, operands))
     first = operands[0]
     return (
@@ -80,6 +91,7 @@ class Again:
     scaled: tuple[tuple[int, int, bool, Tensor | float | None], ...]
     addends: list[int]  # positions of its addends
     unscaled: tuple[int, ...] = ()  # exponents of the results' factors
+    visits: Visits = field(default_factory=dict)  # of its calls, if it is a forward matmul
 
 
 class BackwardMatmul(NamedTuple):
@@ -90,6 +102,10 @@ class BackwardMatmul(NamedTuple):
     place: int | None
     saved: int | None
     matmul: Matmul
+
+
+# The backward matmuls of a forward one, by the number of them that ran before.
+Visits = dict[int, BackwardMatmul]
 
 
 @dataclass(slots=True)
@@ -110,8 +126,8 @@ class Matmul:
     # The backward matmuls of a forward one and the gradient's unit behind them, by rule and
     # sources.
     backward: dict[tuple[int, Sources], tuple[int, Matmul]] = field(default_factory=dict)
-    # The same by the number of a visit and the placement of its own operands.
-    visits: dict[tuple[int, Placement], BackwardMatmul] = field(default_factory=dict)
+    # The same by the placement of its own operands and the number of a visit.
+    visits: dict[Placement, Visits] = field(default_factory=dict)
     # How it runs again, by the placement of its operands.
     again: dict[Placement, Again] = field(default_factory=dict)
 
@@ -136,6 +152,14 @@ class Matmul:
         self.exponents = self.rule.exponents(self.log2_units)
         self.common = -self.exponents[len(known)] if self.rule.with_factor else 0
         self.with_factor = {}
+
+    def visits_of(self, placement: Placement) -> Visits:
+        """Return the noted backward matmuls of a call with operands of this placement."""
+        if placement not in self.visits:
+            if len(self.visits) >= MAX_PLACEMENTS:
+                self.visits.clear()
+            self.visits[placement] = {}
+        return self.visits[placement]
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Yield each operand's position, unit, whether it is a gradient, and name."""
@@ -256,7 +280,8 @@ def prepare_again(
     if placement not in matmul.again:
         if len(matmul.again) >= MAX_PLACEMENTS:
             matmul.again.clear()
-        matmul.again[placement] = _again(matmul, original, args)
+        matmul.again[placement] = again = _again(matmul, original, args)
+        again.visits = matmul.visits_of(placement)
 
 
 def _again(matmul: Matmul, original: Kernel, args: Sequence[Any]) -> Again:

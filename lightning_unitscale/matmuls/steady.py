@@ -50,6 +50,8 @@ LATEST: dict[int, weakref.ref[Any]] = {}
 # Code between a matmul and the call of its module that says nothing about its place, by identity.
 _ORDINARY: dict[int, CodeType] = {}
 _MAX_ORDINARY = 2**12
+# Of such code that a module's call runs as the module's method: the name of its first argument.
+_METHODS: dict[int, str] = {}
 _SPECIAL = frozenset(map(id, (ENGINE, CHECKPOINT, OPERATOR_CALL))) | MODULE_CALLS
 
 
@@ -79,9 +81,21 @@ def note_forward(
         return
     if len(_ORDINARY) > _MAX_ORDINARY:
         _ORDINARY.clear()
+        _METHODS.clear()
     _ORDINARY.update((id(code), code) for code in chain)
+    names = chain[0].co_varnames if len(chain) == 1 else ()
+    if names and id(frame.f_locals.get(names[0])) == module:
+        _METHODS[id(chain[0])] = names[0]
     sites.called[module, frame.f_lasti] = sites.kinds[site.module, site.word]
     prepare_again(matmul, original, args, placement_of(rule.operands_in(args))[0])
+
+
+def _module_of(frame: FrameType, call: FrameType) -> int:
+    """Return the identity of the module that calls a matmul from a frame, below its own call."""
+    # The time to read a frame's variables grows with their number, and torch's code has many.
+    if frame.f_back is call and (name := _METHODS.get(id(frame.f_code))) is not None:
+        return id(frame.f_locals.get(name))
+    return id(call.f_locals["self"])
 
 
 def steady_forward(
@@ -98,7 +112,7 @@ def steady_forward(
     sites = session.sites
     if at is None:
         return None
-    kind = sites.called.get((id(at.f_locals["self"]), frame.f_lasti))
+    kind = sites.called.get((_module_of(frame, at), frame.f_lasti))
     if kind is None:
         return None
     index = kind.next_index(sites.episode)
@@ -120,7 +134,8 @@ def steady_forward(
     kind.count, kind.episode = index + 1, sites.episode
     if (key := latest_key(operands)) is not None:
         needs_gradient = [tensor.requires_grad for tensor in operands]
-        record(key, session.ref, Call(matmul, placement, addresses, needs_gradient))
+        call = Call(matmul, placement, addresses, needs_gradient, again.visits)
+        record(key, session.ref, call)
     return again
 
 
@@ -163,10 +178,10 @@ def note_backward(
         place = _place_of_saved(call, sources, addresses) if is_pair(rule) else None
         if place is None:
             return
-    if len(forward.visits) >= 2 * MAX_PLACEMENTS:
-        forward.visits.clear()
+    if len(call.visits) >= MAX_PLACEMENTS:
+        call.visits.clear()
     saved = None if place is None else sources[place]
-    forward.visits[call.num_visits, call.placement] = BackwardMatmul(rule, place, saved, matmul)
+    call.visits[call.num_visits] = BackwardMatmul(rule, place, saved, matmul)
     prepare_again(matmul, original, args, placement)
 
 
@@ -179,7 +194,7 @@ def steady_backward(rule: MatmulRule, args: Sequence[Any]) -> Again | None:
         return None
     call = recorded[1]
     forward = call.matmul
-    visit = forward.visits.get((call.num_visits + 1, call.placement))
+    visit = call.visits.get(call.num_visits + 1)
     if visit is None or session.counter is not None or torch.is_grad_enabled():
         return None
     known_rule, place, saved, matmul = visit
