@@ -16,7 +16,7 @@ from torchmetrics.utilities import imports
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.rules.transform import unit_scale
 from lightning_unitscale.transforms import remat
-from tests.helpers import assert_same_bits, captured_copy, run
+from tests.helpers import IS_TORCH_2_11, assert_same_bits, captured_copy, run
 
 X, LABELS = torch.randn(9, 4), torch.arange(9) % 3
 
@@ -36,6 +36,7 @@ class Looks(nn.Module):
         return self.linear(x).square().sum()
 
 
+@pytest.mark.skipif(IS_TORCH_2_11, reason="Dynamo of torch 2.11 traces the search, which breaks")
 def test_a_package_that_is_not_installed() -> None:
     module = Looks()
     tracked = captured_copy(module)
