@@ -27,7 +27,12 @@ from lightning_unitscale.capture.aot_backend import (
 )
 from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpoint
 from lightning_unitscale.capture.dynamo_capture import GraphInput
-from lightning_unitscale.capture.graph_nodes import line_of, op_name, requires_grad
+from lightning_unitscale.capture.graph_nodes import (
+    DATA_WRITES,
+    line_of,
+    op_name,
+    requires_grad,
+)
 from lightning_unitscale.capture.held_inputs import holding_inputs
 from lightning_unitscale.capture.patches import drop_inference_mode
 from lightning_unitscale.scales.statistics import join_rows
@@ -79,7 +84,7 @@ def execute_with(
         # If writes into inputs stay in the graph, torch (2.13) swaps results that are such inputs,
         # when others are written later, as in torchmetrics' MeanMetric. If they do not, torch does
         # not support ``.data = ...``.
-        has_data = any(op_name(node) == "set" for node in graph_module.graph.nodes)
+        has_data = any(op_name(node) in DATA_WRITES for node in graph_module.graph.nodes)
         backend = aot_autograd(keep_inference_input_mutations=has_data, **options)
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):

@@ -56,6 +56,8 @@ def line_of(node: fx.Node) -> tuple[str, str] | None:
 
 # Operators by which Dynamo (2.14) reads attributes of a tensor.
 _ATTRIBUTES = {"numpy_T": "T", "matrix_H": "H"}
+# Names of Dynamo's operations for ``.data = ...``: up to torch 2.13, and from 2.14 on.
+DATA_WRITES = frozenset({"set", "shallow_copy_data"})
 
 
 def op_name(node: fx.Node) -> str:

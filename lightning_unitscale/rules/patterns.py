@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
+    DATA_WRITES,
     example_tensor,
     float_arguments,
     is_float_tensor,
@@ -265,9 +266,9 @@ def _as_function(flow: Flow, root: fx.Node, nodes: list[fx.Node]) -> Elementwise
     return Elementwise(tuple(steps))
 
 
-# Dynamo's form of ``.data = ...``, besides ``set_``.
+# What Dynamo (2.13) adds to its form of ``.data = ...``.
 _LOWERED = "lower_version_count_by_1"
-_SAME = frozenset({"detach", "get_data_attr", _LOWERED, "neg", "negative", "copy", "set"})
+_SAME = DATA_WRITES | {"detach", "get_data_attr", _LOWERED, "neg", "negative", "copy"}
 _SUMS = ADDS | SUBTRACTS | {"rsub"}
 # In place, on a list of tensors.
 _FOREACH = "foreach_"
