@@ -6,7 +6,8 @@ token depend on the pair of the two before it, which only attention and an MLP t
 the loss depends on Muon's rate after 100 steps, which on real text takes longer. Widths are 64 to
 512 at one depth, and depths 1 to 4 at width 64. Muon's rates are a factor of 2 apart, and go on
 until the lowest mean loss of all seeds has two neighbors. The vertex of the parabola through these
-three is the best rate. Seeds are drawn again for the spread of the best rate (a bootstrap).
+three is the best rate. Seeds are drawn again for the spread of the best rate (a bootstrap). The
+column "without" is by what it would move without the factor for the number of branches.
 
 Muon's Newton-Schulz iteration runs in FP32 here, since a CPU emulates BF16 matmuls, ten times as
 slowly. Every run is kept in the JSON file and not repeated.
@@ -213,22 +214,27 @@ def table(runs: Sequence[Run]) -> str:
         if not seeds:
             continue
         losses = mean_losses(runs, shape, seeds)
-        moved = [
+        drawn = [
             vertex(mean_losses(runs, shape, draw)) - vertex(mean_losses(runs, BASE, draw))
             for draw in itertools.product(seeds, repeat=len(seeds))
         ]
+        moved = [each for each in drawn if math.isfinite(each)]  # those with two neighbors
+        octaves = vertex(losses) - vertex(mean_losses(runs, BASE, seeds))
+        without = octaves - math.log2(shape[1] / BASE[1]) / 2
         rows.append(
             (
                 *shape,
                 len(seeds),
                 *(f"{losses[rate]:.3f}" if rate in losses else "" for rate in columns),
                 f"2^{vertex(losses):.2f}",
-                f"{2 ** (vertex(losses) - vertex(mean_losses(runs, BASE, seeds))):.2f}",
-                f"{2 ** statistics.pstdev(moved):.2f}" if len(seeds) > 1 else "",
+                f"{2**octaves:.2f}",
+                f"{2**without:.2f}",
+                f"{2 ** statistics.pstdev(moved):.2f}" if len(moved) > 1 else "",
             )
         )
     rates = (f"2^{rate}" for rate in columns)
-    return tabulate(rows, ("width", "depth", "seeds", *rates, "best rate", "moved by", "spread"))
+    headers = ("width", "depth", "seeds", *rates, "best rate", "moved by", "without", "spread")
+    return tabulate(rows, headers)
 
 
 def main() -> None:
