@@ -6,8 +6,9 @@ token depend on the pair of the two before it, which only attention and an MLP t
 the loss depends on Muon's rate after 100 steps, which on real text takes longer. Widths are 64 to
 512 at one depth, and depths 1 to 4 at width 64. Muon's rates are a factor of 2 apart, and go on
 until the lowest mean loss of all seeds has two neighbors. The vertex of the parabola through these
-three is the best rate. Seeds are drawn again for the spread of the best rate (a bootstrap). The
-column "without" is by what it would move without the factor for the number of branches.
+three is the best rate. Seeds are drawn again for the spread of the best rate (a bootstrap). Rates
+are ``2**log2_rate`` divided by the root of the number of branches. The column "with a factor" is by
+what the best rate would move if the rules divided by this root.
 
 Muon's Newton-Schulz iteration runs in FP32 here, since a CPU emulates BF16 matmuls, ten times as
 slowly. Every run is kept in the JSON file and not repeated.
@@ -102,6 +103,7 @@ class Trial:
     """One model, captured and at unit scale, that is trained at several rates."""
 
     module: nn.Module
+    depth: int
     start: dict[str, Tensor]
     batches: list[tuple[Tensor, Tensor]]
     validation: list[tuple[Tensor, Tensor]]
@@ -114,12 +116,13 @@ class Trial:
         batches, validation = text(STEPS, seed), text(VALIDATION, 0)
         module(*batches[0])  # decides on every operation, and sets the weights
         start = {name: value.clone() for name, value in module.state_dict().items()}
-        return cls(module, start, batches, validation)
+        return cls(module, depth, start, batches, validation)
 
     def loss_at(self, log2_rate: int) -> float:
         """Train at a rate from the same weights, and return the validation loss."""
         self.module.load_state_dict(self.start)
-        optimizer = MuonAdamW(self.module.parameters(), lr=1.0, muon_lr=2.0**log2_rate)
+        rate = 2.0 ** (log2_rate - shift(self.depth))
+        optimizer = MuonAdamW(self.module.parameters(), lr=1.0, muon_lr=rate)
         scaled = scale_learning_rates(optimizer, parameter_infos(self.module), "u-mup")
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _share)
         for batch in self.batches:
@@ -131,6 +134,11 @@ class Trial:
         with torch.no_grad():
             loss = statistics.fmean(float(self.module(*batch)) for batch in self.validation)
         return loss if math.isfinite(loss) else math.inf
+
+
+def shift(depth: int) -> float:
+    """Return the octaves of the root of the number of branches, by which rates are lower."""
+    return math.log2(2 * depth) / 2
 
 
 def _share(step: int) -> float:
@@ -219,21 +227,30 @@ def table(runs: Sequence[Run]) -> str:
             for draw in itertools.product(seeds, repeat=len(seeds))
         ]
         moved = [each for each in drawn if math.isfinite(each)]  # those with two neighbors
-        octaves = vertex(losses) - vertex(mean_losses(runs, BASE, seeds))
-        without = octaves - math.log2(shape[1] / BASE[1]) / 2
+        factored = vertex(losses) - vertex(mean_losses(runs, BASE, seeds))
+        octaves = factored - shift(shape[1]) + shift(BASE[1])
         rows.append(
             (
                 *shape,
                 len(seeds),
                 *(f"{losses[rate]:.3f}" if rate in losses else "" for rate in columns),
-                f"2^{vertex(losses):.2f}",
+                f"2^{vertex(losses) - shift(shape[1]):.2f}",
                 f"{2**octaves:.2f}",
-                f"{2**without:.2f}",
+                f"{2**factored:.2f}",
                 f"{2 ** statistics.pstdev(moved):.2f}" if len(moved) > 1 else "",
             )
         )
     rates = (f"2^{rate}" for rate in columns)
-    headers = ("width", "depth", "seeds", *rates, "best rate", "moved by", "without", "spread")
+    headers = (
+        "width",
+        "depth",
+        "seeds",
+        *rates,
+        "best rate",
+        "moved by",
+        "with a factor",
+        "spread",
+    )
     return tabulate(rows, headers)
 
 
