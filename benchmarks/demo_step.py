@@ -23,9 +23,9 @@ NEVER = 10**9
 class DemoLoss(nn.Module):
     """``(tokens, targets) -> loss`` at the sizes of ``configs/gpt_unit_scaled.yaml``."""
 
-    def __init__(self, width: int = 128, depth: int = 4, num_heads: int = 4) -> None:
+    def __init__(self, width: int = 128, depth: int = 4, num_heads: int = 4, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.gpt = GPT(width=width, depth=depth, num_heads=num_heads, context=128)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

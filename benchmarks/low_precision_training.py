@@ -604,6 +604,7 @@ def main() -> None:
                 for key in ("losses", "checkpoints")
             )
             curves = stored["curves"]
+            BLOCKS.numbers.update(stored.get("block counts", {}))
     for seed in range(1, args.seeds + 1):
         for method in METHODS:
             wanted = method is METHODS[0] or any(one in method.name for one in args.methods)
@@ -628,7 +629,7 @@ def main() -> None:
             content |= {"rows": table(results, checkpoints), "losses": results}
             content |= {"checkpoints": checkpoints, "curves": curves}
             if BLOCKS.numbers:
-                content["equal blocks"] = BLOCKS.shares()
+                content |= {"equal blocks": BLOCKS.shares(), "block counts": BLOCKS.numbers}
             path.write_text(json.dumps(content, indent=1) + "\n")
     title = f"{args.steps} steps of {args.batch_size} windows of the standard library's source"
     print(

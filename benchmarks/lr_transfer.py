@@ -126,7 +126,10 @@ def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict
 
 
 def vertex(losses_of: dict[float, float]) -> float:
-    """Exponent of the rate at the lowest point of the parabola through the best three."""
+    """Exponent of the rate at the lowest point of the parabola through the best three.
+
+    It is NaN if the best has no neighbor on a side: rates beyond it may be better.
+    """
     best = min(losses_of, key=lambda rate: losses_of[rate])
     left, middle, right = (losses_of.get(best + step, math.nan) for step in (-1, 0, 1))
     return best + (left - right) / (2 * (left - 2 * middle + right))

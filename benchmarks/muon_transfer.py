@@ -4,9 +4,11 @@ The demo's GPT, with an output layer of its own, is trained for a short while by
 for the hidden matrices, AdamW at rate 1 for the others. The text is random, and the chances of a
 token depend on the pair of the two before it, which only attention and an MLP together can find. So
 the loss depends on Muon's rate after 100 steps, which on real text takes longer. Widths are 64 to
-512 at one depth, and depths 1 to 4 at width 64. Muon's rates are a factor of 2 apart. A parabola
-through the lowest mean loss of all seeds and its neighbors gives the best rate between them. Seeds
-are drawn again for the spread of the best rate (a bootstrap).
+512 at one depth, and depths 1 to 4 at width 64. Muon's rates are a factor of 2 apart, and go on
+until the lowest mean loss of all seeds has two neighbors. The vertex of the parabola through these
+three is the best rate. Seeds are drawn again for the spread of the best rate (a bootstrap). Rates
+are ``2**log2_rate`` divided by the root of the number of branches. The column "with a factor" is by
+what the best rate would move if the rules divided by this root.
 
 Muon's Newton-Schulz iteration runs in FP32 here, since a CPU emulates BF16 matmuls, ten times as
 slowly. Every run is kept in the JSON file and not repeated.
@@ -26,7 +28,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.low_precision_training import parameter_infos
+from benchmarks.lr_transfer import vertex
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from lightning_unitscale.optim import MuonAdamW
@@ -47,12 +50,12 @@ from lightning_unitscale.rules.scaled_step import scale_learning_rates
 from lightning_unitscale.transforms import unit_scale
 
 FILE = RESULTS / "muon_transfer.json"
-SHAPES = ((64, 1), (64, 2), (64, 4), (128, 1), (256, 1), (512, 1))
+SHAPES = ((64, 1), (64, 2), (128, 1), (64, 4), (256, 1), (512, 1))
 BASE = (64, 1)
 HEAD_SIZE, CONTEXT, BATCH = 16, 16, 32
 NUM_TOKENS, SHARPNESS = 16, 3.0  # of the text
 STEPS, WARMUP = 100, 20
-RATES = (-3, -2, -1, 0)  # exponents of 2
+RATES = (-3, -2, -1)  # exponents of 2, where a search begins
 VALIDATION = 16  # batches
 Run = dict[str, Any]
 Shape = tuple[int, int]  # width and depth
@@ -100,6 +103,7 @@ class Trial:
     """One model, captured and at unit scale, that is trained at several rates."""
 
     module: nn.Module
+    depth: int
     start: dict[str, Tensor]
     batches: list[tuple[Tensor, Tensor]]
     validation: list[tuple[Tensor, Tensor]]
@@ -112,12 +116,13 @@ class Trial:
         batches, validation = text(STEPS, seed), text(VALIDATION, 0)
         module(*batches[0])  # decides on every operation, and sets the weights
         start = {name: value.clone() for name, value in module.state_dict().items()}
-        return cls(module, start, batches, validation)
+        return cls(module, depth, start, batches, validation)
 
     def loss_at(self, log2_rate: int) -> float:
         """Train at a rate from the same weights, and return the validation loss."""
         self.module.load_state_dict(self.start)
-        optimizer = MuonAdamW(self.module.parameters(), lr=1.0, muon_lr=2.0**log2_rate)
+        rate = 2.0 ** (log2_rate - shift(self.depth))
+        optimizer = MuonAdamW(self.module.parameters(), lr=1.0, muon_lr=rate)
         scaled = scale_learning_rates(optimizer, parameter_infos(self.module), "u-mup")
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _share)
         for batch in self.batches:
@@ -129,6 +134,11 @@ class Trial:
         with torch.no_grad():
             loss = statistics.fmean(float(self.module(*batch)) for batch in self.validation)
         return loss if math.isfinite(loss) else math.inf
+
+
+def shift(depth: int) -> float:
+    """Return the octaves of the root of the number of branches, by which rates are lower."""
+    return math.log2(2 * depth) / 2
 
 
 def _share(step: int) -> float:
@@ -150,74 +160,98 @@ def fp32_muon() -> Iterator[None]:
 
 
 def run_missing(runs: list[Run], seeds: Sequence[int], shapes: Sequence[Shape]) -> None:
-    """Train what is not there yet, seed by seed, and write after each model."""
-    done = {(run["width"], run["depth"], run["seed"], run["log2_rate"]) for run in runs}
-    for seed, (width, depth) in itertools.product(seeds, shapes):
-        rates = [rate for rate in RATES if (width, depth, seed, rate) not in done]
-        if not rates:
-            continue
-        began = time.process_time()
-        trial = Trial.make(width, depth, seed)
-        for rate in rates:
-            loss = trial.loss_at(rate)
-            runs.append(
-                {"width": width, "depth": depth, "seed": seed, "log2_rate": rate, "loss": loss}
-            )
-        losses = [f"{run['loss']:.4f}" for run in runs[-len(rates) :]]
-        print(width, depth, seed, *losses, f"{time.process_time() - began:.0f} s", flush=True)
+    """Train what is not there yet, until each best rate has two neighbors."""
+    for shape in shapes:
+        rates = set(RATES)
+        while rates:
+            for seed in seeds:
+                _train(runs, shape, seed, rates - rates_of(runs, shape, [seed]))
+            losses = mean_losses(runs, shape, seeds)
+            best = min(losses, key=lambda rate: losses[rate])
+            rates = {best - 1, best + 1} - losses.keys()
+
+
+def _train(runs: list[Run], shape: Shape, seed: int, rates: Iterable[int]) -> None:
+    """Train a model at some rates, and write the losses."""
+    missing = sorted(rates)
+    if not missing:
+        return
+    began, (width, depth) = time.process_time(), shape
+    trial = Trial.make(width, depth, seed)
+    for rate in missing:
+        loss = trial.loss_at(rate)
+        runs.append({"width": width, "depth": depth, "seed": seed, "log2_rate": rate, "loss": loss})
+        seconds = time.process_time() - began
+        print(width, depth, seed, f"2^{rate}", f"{loss:.4f}", f"{seconds:.0f} s", flush=True)
         FILE.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
 
 
-def vertex(losses: dict[int, float]) -> float:
-    """Return the exponent of the rate at the vertex of the parabola through the best three."""
-    best = min(RATES[1:-1], key=lambda rate: losses[rate])
-    left, middle, right = (losses[best + step] for step in (-1, 0, 1))
-    return best + (left - right) / (2 * (left - 2 * middle + right))
-
-
-def mean_losses(runs: Sequence[Run], shape: Shape, seeds: Sequence[int]) -> dict[int, float]:
-    """Return the mean loss over seeds by exponent of the rate."""
-    found = {
+def _losses(runs: Sequence[Run], shape: Shape) -> dict[tuple[int, int], float]:
+    """Return a model's losses by exponent of the rate and seed."""
+    return {
         (run["log2_rate"], run["seed"]): run["loss"]
         for run in runs
         if (run["width"], run["depth"]) == shape
     }
-    return {rate: statistics.fmean(found[rate, seed] for seed in seeds) for rate in RATES}
+
+
+def rates_of(runs: Sequence[Run], shape: Shape, seeds: Sequence[int]) -> set[int]:
+    """Return the exponents of the rates at which a model has been trained with all seeds."""
+    found = _losses(runs, shape)
+    return {rate for rate, _ in found if all((rate, seed) in found for seed in seeds)}
+
+
+def mean_losses(runs: Sequence[Run], shape: Shape, seeds: Sequence[int]) -> dict[float, float]:
+    """Return the mean loss over seeds by exponent of the rate."""
+    found = _losses(runs, shape)
+    rates = sorted(rates_of(runs, shape, seeds))
+    return {rate: statistics.fmean(found[rate, seed] for seed in seeds) for rate in rates}
 
 
 def seeds_of(runs: Sequence[Run], shape: Shape) -> list[int]:
-    """Return the seeds with which a model has been trained at all rates."""
-    rates: dict[int, set[int]] = {}
-    for run in runs:
-        if (run["width"], run["depth"]) == shape:
-            rates.setdefault(run["seed"], set()).add(run["log2_rate"])
-    return sorted(seed for seed, done in rates.items() if done >= set(RATES))
+    """Return the seeds with which a model has been trained at the first rates."""
+    seeds = sorted({seed for _, seed in _losses(runs, shape)})
+    return [seed for seed in seeds if rates_of(runs, shape, [seed]) >= set(RATES)]
 
 
 def table(runs: Sequence[Run]) -> str:
     """Return the best rate of every model, relative to the base model's with the same seeds."""
-    rows = []
+    rows, columns = [], sorted({run["log2_rate"] for run in runs})
     for shape in SHAPES:
         seeds = [seed for seed in seeds_of(runs, shape) if seed in seeds_of(runs, BASE)]
         if not seeds:
             continue
         losses = mean_losses(runs, shape, seeds)
-        moved = [
+        drawn = [
             vertex(mean_losses(runs, shape, draw)) - vertex(mean_losses(runs, BASE, draw))
             for draw in itertools.product(seeds, repeat=len(seeds))
         ]
+        moved = [each for each in drawn if math.isfinite(each)]  # those with two neighbors
+        factored = vertex(losses) - vertex(mean_losses(runs, BASE, seeds))
+        octaves = factored - shift(shape[1]) + shift(BASE[1])
         rows.append(
             (
                 *shape,
                 len(seeds),
-                *(f"{loss:.3f}" for loss in losses.values()),
-                f"2^{vertex(losses):.2f}",
-                f"{2 ** (vertex(losses) - vertex(mean_losses(runs, BASE, seeds))):.2f}",
-                f"{2 ** statistics.pstdev(moved):.2f}" if len(seeds) > 1 else "",
+                *(f"{losses[rate]:.3f}" if rate in losses else "" for rate in columns),
+                f"2^{vertex(losses) - shift(shape[1]):.2f}",
+                f"{2**octaves:.2f}",
+                f"{2**factored:.2f}",
+                f"{2 ** statistics.pstdev(moved):.2f}" if len(moved) > 1 else "",
             )
         )
-    rates = (f"2^{rate}" for rate in RATES)
-    return tabulate(rows, ("width", "depth", "seeds", *rates, "best rate", "moved by", "spread"))
+    rates = (f"2^{rate}" for rate in columns)
+    headers = (
+        "width",
+        "depth",
+        "seeds",
+        *rates,
+        "best rate",
+        "moved by",
+        "with a factor",
+        "spread",
+    )
+    return tabulate(rows, headers)
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ Rounding to nearest draws its errors by chance: a grid at another place gives ot
 one computation to the loss is measured in one step, as the report predicts it. Changes that lists
 of exemptions make are means over places of the grid (``grid="moving"``) that the report did not
 use. Their noise floor is the standard error of this mean, the median over the lists.
-``--training`` compares sets of equal FLOPs in trainings: the report's set, and the first and last
-layers.
+``--training`` compares sets of equal FLOPs in trainings: the report's set, and the first block and
+the readout. Units follow, as with ``UnitScaleCallback``, since a report measures units of its own.
 
     python benchmarks/precision_ledger.py
     python benchmarks/precision_ledger.py --training
@@ -19,6 +19,7 @@ layers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -37,10 +38,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.demo_step import DemoLoss
-from benchmarks.low_precision_training import endless_batches
+from benchmarks.low_precision_training import endless_batches, take_new_units
 from benchmarks.measure import RESULTS, machine
 from benchmarks.small_models import ResNetLoss
 from examples.text import TextDataModule
+from lightning_unitscale.callbacks.matmul_units import RecalibrationSchedule
 from lightning_unitscale.matmuls.computations import Exemption
 from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.precision.ledger import Key
@@ -52,6 +54,13 @@ from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 
 FORMATS = ("E4M3FN", "E2M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4")
 STEPS = {"GPT": 200, "ResNet": 60}  # of training before the report
+# Of the trainings: the blocks, the steps, that of the report, and how many losses are averaged.
+SEEDS, DEPTH, TRAINING_STEPS, REPORT_STEP, LAST = 3, 4, 200, 50, 20
+TRAINING_FORMAT = "E2M1FN"
+# What is exempt. Weights that differ by a millionth show what is chance.
+AGAIN, NUDGE = ", again", 1.0 + 1e-6
+TRAININGS = ("FP32", "first and last", "report", "nothing")
+TRAININGS += tuple(name + AGAIN for name in TRAININGS[1:3])
 NUM_LISTS = 30
 EFFORT = Effort(directions=64, pairs=32)
 NUM_GRIDS = EFFORT.pairs  # places of the grid, for the loss
@@ -62,9 +71,9 @@ OTHER_PLACES = range(NUM_GRIDS, NUM_GRIDS + PLACES)
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
-def gpt(seed: int = 0) -> tuple[nn.Module, Batches]:
+def gpt(seed: int = 0, depth: int = 2) -> tuple[nn.Module, Batches]:
     """The demo's GPT, small, on the text of Python's standard library."""
-    module = DemoLoss(width=64, depth=2, num_heads=2)
+    module = DemoLoss(width=64, depth=depth, num_heads=2, seed=seed)
     data = TextDataModule(context=64, batch_size=8, max_bytes=2**20, seed=seed + 1)
     data.prepare_data()
     data.setup("fit")
@@ -95,11 +104,16 @@ def resnet(seed: int = 0) -> tuple[nn.Module, Batches]:
 MODELS = {"GPT": gpt, "ResNet": resnet}
 
 
-def train(module: nn.Module, batches: Batches, steps: range, rate: float = 2e-3) -> list[float]:
-    """Train by AdamW, and return the losses."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
+def train(
+    module: nn.Module, batches: Batches, steps: range, recalibrates: bool = False
+) -> list[float]:
+    """Train by AdamW, and return the losses. Units may follow, as the callback's do."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    schedule = RecalibrationSchedule("auto" if recalibrates else None)
     losses = []
     for index in steps:
+        if schedule.looks_at(index):
+            take_new_units(module, batches(index))
         optimizer.zero_grad()
         loss = module(*batches(index))
         loss.backward()
@@ -257,43 +271,59 @@ def flops_of(report: PrecisionReport, exempt: Sequence[Exemption]) -> int:
 
 
 def best_of(report: PrecisionReport, budget: int) -> tuple[Exemption, ...]:
-    """The report's choice with the least remaining damage within a budget of FLOPs."""
-    shares = [step / 200 for step in range(201)]
-    sets = (report.smallest_exemption(share) for share in shares)
-    return next(chosen for chosen in sets if flops_of(report, chosen) <= budget)
+    """The report's choices, from the smallest set to larger ones, that fit in a budget of FLOPs."""
+    chosen: list[Exemption] = []
+    for step in range(200, -1, -1):
+        for each in report.smallest_exemption(step / 200):
+            if each not in chosen and flops_of(report, [*chosen, each]) <= budget:
+                chosen.append(each)
+    return tuple(chosen)
 
 
-def trainings(steps: int, format: str = "E2M1FN") -> dict[str, Any]:
-    """Final losses with nothing exempt, with the first and last layers, and with the report's."""
-    results: dict[str, list[float]] = {}
-    for seed in range(3):
-        torch.manual_seed(seed)
-        module, batches = gpt(seed)
-        # The report is that of a model that has been trained for a while in FP32.
-        torch.manual_seed(seed)
-        trial, _ = gpt(seed)
-        train(trial, batches, range(steps // 4))
-        with metering(trial, batches(steps // 4), {}, (format,)) as meter:
-            report = meter.report(EFFORT)
-        usual = first_and_last(report)
-        budget = flops_of(report, usual)
-        chosen = best_of(report, budget)
-        for name, exempt in {
-            "FP32": None,
-            "nothing exempt": (),
-            "first and last": usual,
-            "the report's set": chosen,
-        }.items():
-            copy = lossless_unit_scale(module, *batches(0))
-            if exempt is not None:
-                copy = simulate_format(copy, format, format, grid="moving", exempt=exempt)
-            losses = train(copy, batches, range(steps))
-            results.setdefault(name, []).append(statistics.mean(losses[-20:]))
-            print(seed, name, results[name][-1], flush=True)
-        results.setdefault("FLOPs of the sets", []).append(
-            flops_of(report, chosen) / max(budget, 1)
-        )
-    return {"steps": steps, "format": format, **results}
+def choose(seed: int) -> dict[str, Any]:
+    """Return sets of equal FLOPs, from a report on a model that is trained for a while in FP32."""
+    module, batches = gpt(seed, DEPTH)
+    train(module, batches, range(REPORT_STEP))
+    own = SimulateFormat(TRAINING_FORMAT, TRAINING_FORMAT, grid="moving")
+    with metering(module, batches(REPORT_STEP), {}, (TRAINING_FORMAT,), own=own) as meter:
+        report = meter.report(Effort(directions=16, pairs=8))
+    usual = first_and_last(report)
+    sets = {"first and last": usual, "report": best_of(report, flops_of(report, usual))}
+    whole = sum(row.flops for row in report.rows_of())
+    shares = {name: flops_of(report, exempt) / whole for name, exempt in sets.items()}
+    return {"sets": sets, "FLOPs": shares, "losses": {}}
+
+
+def trainings(runs: dict[str, Any], write: Callable[[], None]) -> None:
+    """Train with each set exempt, and with none, from the same weights on the same batches."""
+    for name, seed in itertools.product(TRAININGS, range(SEEDS)):
+        found = runs.setdefault(str(seed), None) or choose(seed)
+        runs[str(seed)] = found
+        if name in found["losses"]:
+            continue
+        module, batches = gpt(seed, DEPTH)
+        if name.endswith(AGAIN):
+            module.load_state_dict({key: each * NUDGE for key, each in module.state_dict().items()})
+        module = lossless_unit_scale(module, *batches(0))
+        if name != "FP32":
+            exempt = found["sets"].get(name.removesuffix(AGAIN), ())
+            both = TRAINING_FORMAT, TRAINING_FORMAT
+            module = simulate_format(module, *both, grid="moving", exempt=list(map(tuple, exempt)))
+        losses = train(module, batches, range(TRAINING_STEPS), recalibrates=True)
+        found["losses"][name] = statistics.mean(losses[-LAST:])
+        print(seed, name, f"{found['losses'][name]:.4f}", flush=True)
+        write()
+
+
+def training_table(runs: dict[str, Any]) -> str:
+    """Return the final losses of each seed, and their means."""
+    rows = [
+        (seed, *(run["losses"][name] for name in TRAININGS), *run["FLOPs"].values())
+        for seed, run in runs.items()
+    ]
+    means = [statistics.mean(column) for column in list(zip(*rows, strict=True))[1:]]
+    headers = ("seed", *TRAININGS, "FLOPs, first and last", "FLOPs, report")
+    return tabulate([*rows, ("mean", *means)], headers, floatfmt=".4f")
 
 
 def main() -> None:
@@ -307,7 +337,9 @@ def main() -> None:
     results = json.loads(options.output.read_text()) if options.output.exists() else {}
     results["machine"] = machine()
     if options.training:
-        results["training"] = trainings(200)
+        runs = results.setdefault("training", {})
+        trainings(runs, lambda: write(options.output, results))
+        print(training_table(runs))
     else:
         for name in options.models:
             results.setdefault(name, {}).update(predict(name, STEPS[name], options.formats))
@@ -319,7 +351,12 @@ def main() -> None:
         headers = ("model", "format", "order, loss", "order, mean loss", "order, gradient")
         lists_of = ("floor, loss", "within 20 %", "floor, gradient", "within 20 %")
         print(tabulate(rows, (*headers, *lists_of)))
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.output, results)
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write the numbers so far."""
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 _DIRECTIONS_AT_ONCE = 4
 # Pairs from which lasting parts are estimated.
 FEWEST_PAIRS = 4
+# Every pair of this number is at the step's own place of a moving grid, for its second order there.
+_PAIRS_PER_STEPS_OWN = 4
 # Places of a moving grid that errors of the gradient are averaged over. On a single one, errors of
 # different matmuls are not independent.
 _MOST_PLACES = 8
@@ -41,26 +43,30 @@ def loss_damage(
     """Return the second order of each forward matmul, and the part of its damage that lasts.
 
     The two steps of a pair have opposite signs: their sum has the second order, and their
-    difference the first. If the grid moves, each pair has a grid of its own.
+    difference the first. If the grid moves, the second order is that of the step's own place, where
+    each fourth pair is, and the part that lasts is a mean over this place and those of other pairs.
     """
-    seconds: dict[str, list[float]] = {}
-    firsts: dict[str, list[float]] = {}
+    orders: dict[str, dict[int, list[tuple[float, float]]]] = {}
     is_moving = False
     for pair in range(effort.pairs):
-        is_moving = move_grids(pair)
+        place = pair if pair % _PAIRS_PER_STEPS_OWN else 0
+        is_moving = move_grids(place)
         passes = [SignedPass(format, index) for index in (2 * pair, 2 * pair + 1)]
         for each in passes:
             step.run(each)
         one, other = (read(each.products) for each in passes)
         for name in one.keys() & other.keys():
-            seconds.setdefault(name, []).append((one[name] + other[name]) / 4)
-            difference = sign_of(name, 2 * pair) * (one[name] - other[name]) / 2
-            firsts.setdefault(name, []).append(difference)
+            first = sign_of(name, 2 * pair) * (one[name] - other[name]) / 2
+            second = (one[name] + other[name]) / 4
+            by_place = orders.setdefault(name, {})
+            by_place.setdefault(place if is_moving else 0, []).append((first, second))
     found = {}
-    for name, values in seconds.items():
-        second = statistics.mean(values)
+    for name, by_place in orders.items():
+        means = [map(statistics.mean, zip(*pairs, strict=True)) for pairs in by_place.values()]
+        firsts, seconds = zip(*means, strict=True)
         # On a grid that does not move, the first order is that of a single draw.
-        found[name] = second, second + (_lasting_part(firsts[name]) if is_moving else 0.0)
+        lasting = _lasting_part(firsts) if is_moving else 0.0
+        found[name] = seconds[0], statistics.mean(seconds) + lasting
     return found
 
 

@@ -38,7 +38,7 @@ class MuonAdamW(Optimizer):
             a group, all its parameters are Muon's or AdamW's, unless rules have found their roles.
         lr: Learning rate of AdamW, positive. Near 1 under ``"u-mup"``.
         muon_lr: Learning rate of Muon, positive: the spectral norm of a step, divided by the norm
-            that changes features by 1. Under ``"u-mup"`` search for it near 0.25.
+            that changes features by 1. Under ``"u-mup"`` search for it near 0.125.
         weight_decay: Under ``"u-mup"`` a share of the weight per step.
         momentum: Muon's, with Nesterov's rule.
         betas: AdamW's two averaging factors.

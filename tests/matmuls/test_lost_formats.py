@@ -15,6 +15,7 @@ from lightning_unitscale.transforms import (
     fp8_linears,
     lossless_unit_scale,
     remat,
+    simulate_format,
     simulate_fp8,
 )
 from tests.helpers import assert_same_bits
@@ -129,3 +130,13 @@ def test_a_shape_that_comes_later_is_warned_of_in_its_call() -> None:
         warnings.simplefilter("error")
         module(_x(5))
     assert "In call 3 no matmul runs in FP8" in module.explain()  # type: ignore[operator]
+
+
+def test_an_exempt_gradient_is_not_lost() -> None:
+    exempt = [("down*", "weight_gradient")]
+    module = simulate_format(Net(), "E4M3FN", "E5M2", exempt=exempt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):  # gradients of a step are counted in the next call
+            module(_x(4)).sum().backward()
+    assert "this computation is exempt" in module.explain()  # type: ignore[operator]

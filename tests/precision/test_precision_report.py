@@ -78,6 +78,22 @@ def test_the_predicted_order_is_the_measured_one(trained, format):
 
 
 @pytest.mark.slow
+def test_on_a_moving_grid_the_change_of_the_loss_is_that_of_the_steps_own_place(trained):
+    module, batch = trained
+    own = SimulateFormat("E2M1FN", "E2M1FN", grid="moving")
+    with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
+        rows = [row for row in meter.report(Effort(1, pairs=16)).rows if row.is_forward]
+        measured = []
+        for row in rows:
+            key = row.name, row.computation
+            measured.append(meter.loss_change("E2M1FN", lambda other, key=key: other == key))
+    found, expected = torch.tensor([row.loss_change for row in rows]), torch.tensor(measured)
+    assert spearmanr(found, expected).statistic > 0.9
+    # With the second order of other places, the difference is a third.
+    assert (found - expected).norm() < 0.2 * expected.norm()
+
+
+@pytest.mark.slow
 def test_the_gain_of_exemptions_is_the_measured_one(trained):
     module, batch = trained
     own, grids = SimulateFormat("E2M1FN", "E2M1FN", grid="moving"), range(16)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.optim import MuonAdamW, muon_param_groups
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.learning_rates import (
@@ -27,9 +26,7 @@ from lightning_unitscale.rules.learning_rates import (
     muon_rate,
     takes_muon,
 )
-from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.scaled_step import scale_learning_rates
-from lightning_unitscale.transforms import unit_scale
 from tests.callbacks.runs import QUIET
 from tests.helpers import assert_same_bits
 
@@ -60,57 +57,15 @@ def test_a_step_changes_features_by_its_rate(
 ) -> None:
     """The effective change has spectral norm lr * sqrt(fan_out / fan_in), however it is stored.
 
-    In one of four branches it is half of that.
+    It is the same in one of four branches.
     """
     fan_out, fan_in = shape[::-1] if is_transposed else shape
     change = stepped(info(role, fan_in, fan_out, num_residuals=4), shape, adjust)
     graph_factor = 1 / fan_in if role is Role.READOUT else fan_in**-0.5
     norms = torch.linalg.svdvals(change) * graph_factor / (fan_out / fan_in) ** 0.5
     # Newton-Schulz leaves nearly all singular values between 0.7 and 1.2.
-    assert norms.median() > 0.7 * 0.25
-    assert norms.max() < 1.25 * 0.25
-
-
-def test_steps_of_all_branches_change_the_loss_alike_at_any_depth() -> None:
-    class Deep(nn.Module):
-        def __init__(self, depth: int) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(16, 64), nn.Linear(64, 16, bias=False)
-            self.branches = nn.ModuleList(
-                nn.Sequential(
-                    nn.LayerNorm(64), nn.Linear(64, 64, bias=False), nn.GELU(),
-                    nn.Linear(64, 64, bias=False),
-                )
-                for _ in range(depth)
-            )  # fmt: skip
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embedding(tokens)
-            for branch in self.branches:
-                x = x + branch(x)
-            return F.cross_entropy(self.head(x), (5 * tokens + 3) % 16)
-
-    tokens, gains = torch.arange(16).repeat(8), []
-    for depth in (2, 8):
-        torch.manual_seed(0)
-        module = unit_scale(Deep(depth))
-        loss = module(tokens)
-        loss.backward()
-        steps = steps_of(module)
-        assert steps is not None
-        (rules,) = [each for each in steps.passes if isinstance(each, RuleRewrite)]
-        infos = {
-            weight: rules.plan.parameters[name].info
-            for name, weight in module.named_parameters()
-            if "branches" in name
-        }
-        hidden = [weight for weight in infos if weight.dim() == 2]
-        optimizer = torch.optim.Muon(hidden, lr=0.01, weight_decay=0.0)
-        scale_learning_rates(optimizer, infos, "u-mup")
-        optimizer.step()
-        gains.append((loss - module(tokens)).item())
-    assert gains[0] > 0.0
-    assert gains[1] == pytest.approx(gains[0], rel=0.25)
+    assert norms.median() > 0.7 * 0.5
+    assert norms.max() < 1.25 * 0.5
 
 
 def test_only_hidden_matrices_take_muon() -> None:
@@ -130,7 +85,7 @@ def test_only_hidden_matrices_take_muon() -> None:
 def test_other_roles_are_refused_by_name(one: ParameterInfo, expected: str) -> None:
     with pytest.raises(ValueError, match=rf"'net.up.weight' is {expected}.*optim.MuonAdamW"):
         muon_rate(one, (8, 8))
-    assert muon_rate(info(Role.OTHER, num_residuals=4), (8, 8)) == 0.5
+    assert muon_rate(info(Role.OTHER, num_residuals=4), (8, 8)) == 1.0
 
 
 def test_another_muon_is_refused() -> None:
