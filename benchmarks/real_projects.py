@@ -7,7 +7,8 @@ something has to be rounded, and by rules another model trains.
 Nothing is installed or downloaded: models have random weights, data are made here. What is missing
 is listed with the command that installs it.
 
-Run: ``python benchmarks/real_projects.py [names...]`` (``pip install -e '.[dev,bench,real]'``)
+Run: ``python benchmarks/real_projects.py [names...]``
+(docs/measurements/real-projects.md says how to install the packages)
 """
 
 from __future__ import annotations
