@@ -7,7 +7,8 @@ every optimizer step, what the package itself reports (losses, metrics, forecast
 weights are compared bit for bit. Nothing is installed or downloaded: models have random weights,
 data are made here. What is missing is listed with the command that installs it.
 
-Run: ``python benchmarks/project_loops.py [names...]`` (``pip install -e '.[dev,bench,real]'``)
+Run: ``python benchmarks/project_loops.py [names...]``
+(docs/measurements/real-projects.md says how to install the packages)
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ something has to be rounded, and by rules another model trains.
 Nothing is installed or downloaded: models have random weights, data are made here. What is missing
 is listed with the command that installs it.
 
-Run: ``python benchmarks/real_projects.py [names...]`` (``pip install -e '.[dev,bench,real]'``)
+Run: ``python benchmarks/real_projects.py [names...]``
+(docs/measurements/real-projects.md says how to install the packages)
 """
 
 from __future__ import annotations
@@ -111,7 +112,11 @@ def captured_row(row: dict[str, Any], variant: str) -> dict[str, str]:
     found = row.get("variants", {}).get(variant)
     error = row.get("error", "") if found is None else found["error"]
     if found is None or error:
-        return {**cells, "parts": error}
+        return {
+            **cells,
+            "parts": "error" if error else "",
+            "why it is uncaptured": _shortened(error),
+        }
     plain = row["variants"]["plain"]
     cells["parts"] = str(found["parts"])
     if variant == "rules":
@@ -122,10 +127,14 @@ def captured_row(row: dict[str, Any], variant: str) -> dict[str, str]:
     if variant == "remat":
         cells["weights"] = "equal" if found["equal"] == "equal" else "differ"
     cells["first s"] = f"{plain['first_step']:.2f} -> {found['first_step']:.1f}"
-    reason = (found["uncaptured"].strip().splitlines() or [""])[0].replace("|", "/")
-    # Of a file the name is enough.
-    cells["why it is uncaptured"] = textwrap.shorten(re.sub(r"/\S*/", "", reason), 120)
+    cells["why it is uncaptured"] = _shortened(found["uncaptured"])
     return cells
+
+
+def _shortened(reason: str) -> str:
+    first_line = (reason.strip().splitlines() or [""])[0].replace("|", "/")
+    # Of a file the name is enough.
+    return textwrap.shorten(re.sub(r"/\S*/", "", first_line), 120)
 
 
 def _without(found: dict[str, Any]) -> dict[str, Any]:

@@ -54,11 +54,14 @@ class Compared:
 def compared(plain: Run, ours: Run | Failure) -> Compared:
     if isinstance(ours, Failure):
         return Compared(error=ours.text)
-    values = ours.losses or list(ours.logs[-1].values())
+    # The monitor logs numbers of its own.
+    values = ours.losses or [
+        ours.logs[-1][name] for name in plain.logs[-1] if name in ours.logs[-1]
+    ]
     counted: dict[str, Any] = {}
     if (coverage := ours.coverage) is not None:
         counted = {
-            "num_matmuls": coverage.num_products,
+            "num_matmuls": coverage.num_matmuls,
             "num_in_units": coverage.num_in_units,
             "flops_in_units": coverage.fraction_of_flops("units", "format"),
             "reasons": dict(coverage.reasons),

@@ -51,6 +51,8 @@ _NOT_OF_TENSORS = (ArithmeticError, AssertionError, EOFError, KeyError, OSError)
 _TRAINERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning"))
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*)$", re.MULTILINE)
+# Hints for Dynamo's developers stand in the same sentence as the function.
+_SKIPPED = re.compile(r"marked that the function (`[^`]+`)|Attempted to call (`[^`]+`) with config")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 # The id of the captured code, the condition, and the line that the guard comes from.
 _GUARD = re.compile(r"\d+/(\d+)\S*: ([^#\n]*)")
@@ -180,14 +182,22 @@ def short_reason(text: str) -> str:
     """Return the sentence of Dynamo's text that names the code that it does not capture."""
     match = _FAILED_WITHOUT_NUMBERS.search(text) or _EXPLANATION.search(text)
     lines = (match.group(1) if match else text).strip().splitlines() or [""]
+    if (skipped := _SKIPPED.search(lines[0])) is not None:
+        return f"Dynamo does not capture {skipped.group(skipped.lastindex or 0)}"
     return textwrap.shorten(lines[0].rstrip(".: "), _MAX_REASON, placeholder=" ...")
 
 
 def joined_reasons(reasons: Sequence[str]) -> str:
     """Join the first few reasons for a message, each once."""
-    several = list(dict.fromkeys(reasons))
+    # Breaks in this package's own code follow from others, and the user cannot change them.
+    several = list(dict.fromkeys(one for one in reasons if not _is_ours(one)) or reasons)
     more = len(several) - _MAX_REASONS
     return "; ".join(several[:_MAX_REASONS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _is_ours(reason: str) -> bool:
+    lines = reason.lines if isinstance(reason, Reason) else ()
+    return bool(lines) and all(line.filename.startswith(_OWN_PACKAGE) for line in lines)
 
 
 def wants_dynamos_texts() -> bool:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import nearest, shown
 from lightning_unitscale.capture.aliasing import aliased_by_mutation
-from lightning_unitscale.capture.breaks import graph_breaks_since
+from lightning_unitscale.capture.breaks import graph_breaks_since, joined_reasons
 from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
@@ -169,12 +169,13 @@ class RuleRewrite(GraphPass):
         scaled.pop(0, None)
         fqn = next(filter(None, (scaled.get(_address_of(one)) for one in read)), "")
         if fqn:
-            last = "".join(f" ({reason})" for reason in graph_breaks_since(0)[-1:])
+            breaks = joined_reasons(graph_breaks_since(0)[::-1])
+            because = f" ({breaks})" if breaks else ""
             raise CaptureError.by_rules(
                 type(module).__name__,
-                f"a matmul reads {fqn} outside of the captured graphs{last}",
+                f"a matmul reads {fqn} outside of the captured graphs{because}",
                 "The weight is at unit scale, and only graphs have its factors",
-                "Keep what breaks the graph out of the step",
+                "Keep what breaks the graph out of the step, or use method='lossless'",
             )
 
     def report(self) -> str:

@@ -78,6 +78,35 @@ def test_a_scaled_weight_that_is_read_outside_of_graphs(trains: bool) -> None:
     assert not scaled.layers[1].running_mean.isnan().any()  # type: ignore[index, union-attr]
 
 
+class Penalized(nn.Module):
+    """A loop with gradients of gradients, so Dynamo captures nothing of the function around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def slopes(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for _ in range(2):
+            loss = loss + self.layers(x).mean() + self.slopes(x)
+        return loss
+
+
+def test_the_error_names_the_users_line_and_what_to_do() -> None:
+    with pytest.raises(CaptureError) as caught:
+        unit_scale(Penalized())(X.clone().requires_grad_())
+    text = str(caught.value)
+    assert "a matmul reads layers.0.weight outside of the captured graphs" in text
+    assert "grad` at " in text and "test_late_breaks.py" in text
+    # Not the package's own code, which stands between torch.autograd.grad and the engine.
+    assert "fallback.py" not in text and "_engine_run_backward" not in text
+    assert "method='lossless'" in text
+
+
 def _plan(*names: str, output: float) -> RulePlan:
     decisions = {
         f"forward:{name}": Decision("add", ("x", ""), "residual", "", output=output + number)
