@@ -139,6 +139,15 @@ def waiting_session() -> MatmulSession | None:
     return None
 
 
+def see_elsewhere(operands: Sequence[Any]) -> None:
+    """Let the open sessions check a forward matmul that belongs to none of them."""
+    for ref in list(OPEN.values()):
+        if (session := ref()) is not None:
+            # On a thread of the step itself, it is an optimizer's matmul.
+            in_step = bool(session.threads) and thread_number() not in session.threads
+            session.see_uncaptured(operands, in_step=in_step)
+
+
 def running_session() -> MatmulSession | None:
     """Return the session whose step runs or whose checkpoint is recomputed."""
     node = current_node()
