@@ -24,7 +24,7 @@ from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.autograd_nodes import thread_number
 from lightning_unitscale.matmuls.calls import Call, call_of, maker_of
-from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession, see_uncaptured
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.steady import LATEST
 from lightning_unitscale.matmuls.torch_internals import (
@@ -145,7 +145,7 @@ def see_elsewhere(operands: Sequence[Any]) -> None:
         if (session := ref()) is not None:
             # On a thread of the step itself, it is an optimizer's matmul.
             in_step = bool(session.threads) and thread_number() not in session.threads
-            session.see_uncaptured(operands, in_step=in_step)
+            see_uncaptured(session, operands, in_step=in_step)
 
 
 def running_session() -> MatmulSession | None:

@@ -148,7 +148,7 @@ class MatmulSession:
         elif SESSION.get() is self:
             run = self.sites.forward_run(frame)
             if size:
-                self.see_uncaptured(operands, in_step=True)
+                see_uncaptured(self, operands, in_step=True)
         else:
             run = LOSS if graph_task() < 0 else None
         if size is None:
@@ -184,16 +184,6 @@ class MatmulSession:
                     note_forward(self.sites, matmul, original, args, frame)
             show(site, rule, args, spacing=self.spacing)
         return self.execute(matmul, original, args, kwargs)
-
-    def see_uncaptured(self, operands: Sequence[Tensor], *, in_step: bool) -> None:
-        """Let captured steps check what a forward matmul reads outside of their graphs."""
-        steps = None if self.captured is None else self.captured()
-        if steps is None or not steps.changes_function:
-            return
-        # Outside of a step, code that multiplies the numbers of a weight by itself may want them as
-        # they are.
-        if (in_step or self.sites.owns_caller()) and not runs_in_graph():
-            steps.see_uncaptured(operands, in_step=in_step)
 
     def execute(self, matmul: Matmul, original: Kernel, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run a matmul in a format, scaled or unscaled, and count it."""
@@ -328,6 +318,17 @@ class MatmulSession:
         for numerics in self.numerics:
             numerics.await_units(late)
         return late
+
+
+def see_uncaptured(session: MatmulSession, operands: Sequence[Tensor], *, in_step: bool) -> None:
+    """Let a session's captured steps check what a forward matmul reads outside of their graphs."""
+    steps = None if session.captured is None else session.captured()
+    if steps is None or not steps.changes_function:
+        return
+    # Outside of a step, code that multiplies the numbers of a weight by itself may want them as
+    # they are.
+    if (in_step or session.sites.owns_caller()) and not runs_in_graph():
+        steps.see_uncaptured(operands, in_step=in_step)
 
 
 def _format_for(

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.callbacks import trainer_settings
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings
 from tests.callbacks.rule_runs import Classifier
+from tests.callbacks.rule_runs import fit as fit_by_rules
 from tests.callbacks.runs import QUIET, MemoryLogger, loader
 from tests.callbacks.stored import TINY, Settings, Stored, adamw, fit, half
 from tests.helpers import assert_same_bits
@@ -240,11 +240,10 @@ def test_an_average_that_updates_the_statistics_of_a_batch_norm(has_norm: bool) 
     if has_norm:
         module.norm = nn.BatchNorm1d(4)
     average = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
-    trainer = pl.Trainer(callbacks=[UnitScaleCallback("u-mup"), average], **QUIET)
     if not has_norm:
-        trainer_settings.refuse_statistics_update(trainer, module)
+        fit_by_rules(module, UnitScaleCallback("u-mup"), average, max_steps=-1, max_epochs=2)
         return
     with pytest.raises(
         MisconfigurationException, match=r"StochasticWeightAveraging: .* of norm \("
     ):
-        trainer.fit(module, loader(8))
+        fit_by_rules(module, UnitScaleCallback("u-mup"), average)
