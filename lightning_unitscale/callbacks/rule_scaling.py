@@ -7,24 +7,21 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.arguments import check_choice, check_flag, is_same, shown
 from lightning_unitscale.callbacks.distributed import (
     joint_over_parts,
     pipeline_of,
-    refuse_sharded_parameters,
     rehearsed,
     rehearsing,
 )
 from lightning_unitscale.callbacks.lightning_steps import (
-    all_callbacks,
     starting_batch,
     step_arguments,
     step_context,
 )
-from lightning_unitscale.callbacks.memory_budget import RematCallback
 from lightning_unitscale.callbacks.options import Rules
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
@@ -33,17 +30,28 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
+from lightning_unitscale.callbacks.trainer_settings import (
+    RuleSettings,
+    check_sharding,
+    refuse_rate_search,
+    refuse_statistics_update,
+)
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.fsdp_modules import GatherParameters, ShardedModule
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.passes import GraphPass
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.loops.ranks import gathered
+from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
-from lightning_unitscale.rules.learning_rates import Method, ParameterInfo, Role
+from lightning_unitscale.rules.exchanged import (
+    PARAMETERS_ATTRIBUTE,
+    PlannedParameters,
+    refuse_merged,
+)
+from lightning_unitscale.rules.learning_rates import Method, Role
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.transform import Replace
@@ -77,6 +85,7 @@ class RuleScaling:
         self.init_weights = init_weights
         self.rules = RuleRewrite(options, replace)
         self.gradients = ParameterGradients()
+        self.parameters = PlannedParameters()
         self._method = method
         self._trainer: pl.Trainer | None = None
         self._steps: ModuleSteps | None = None
@@ -96,11 +105,13 @@ class RuleScaling:
     ) -> list[GraphPass]:
         """Return the passes over the steps. Use the module's own plan, if it has one."""
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
-        self._check_sharding(trainer, is_sharded=is_sharded, is_compiled=is_compiled)
+        check_sharding(trainer, self._method, is_sharded=is_sharded, is_compiled=is_compiled)
         refuse_rate_search(trainer)
+        refuse_statistics_update(trainer, module)
         if is_other or not self.rules.plan.steps():
             self.rules.plan = vars(module).get(PLAN_ATTRIBUTE, RulePlan())
             self.gradients.clear()
+        self.parameters = vars(module).get(PARAMETERS_ATTRIBUTE) or PlannedParameters()
         self._sharded = ShardedModule(module) if is_sharded else None
         gathering = [] if self._sharded is None else [GatherParameters(self._sharded)]
         return [self.rules, self.gradients, *gathering]
@@ -110,39 +121,20 @@ class RuleScaling:
         leaving.callback(self._leave)
         steps.sharded = self._sharded
         self._trainer, self._steps = trainer, steps
+        for step in steps.steps.values():
+            step.before_call = _BeforeCall(self)
 
     def _leave(self) -> None:
         """Undo changes outside the module's steps."""
         if self._steps is not None:
             self._steps.sharded = None
+            for step in self._steps.steps.values():
+                step.before_call = None
         self._trainer = self._steps = None
         self.settings.restore()
         self.gradients.remove()
         self._rates_follow = False
         self._is_plain = False
-
-    def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool, is_compiled: bool) -> None:
-        """Refuse scaling by rules if the steps of a sharded module do not support it."""
-        if not is_sharded:
-            refuse_sharded_parameters(
-                trainer,
-                f"method={self._method!r}",
-                "sets whole parameters to RMS 1",
-                "ModelParallelStrategy with fully_shard, DDP, or method='lossless'",
-            )
-        elif is_compiled:
-            raise misconfigured(
-                f"compile=True with method={self._method!r}: FSDP gathers parameters in the middle "
-                "of the graph, which Inductor does not compile. Expected compile=False with "
-                "ModelParallelStrategy. Leave it out, or use DDP."
-            )
-        elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
-            raise misconfigured(
-                f"method={self._method!r} with RematCallback: FSDP gathers parameters in the "
-                "middle of the graph of a rule-based step, so nothing can be recomputed. Expected "
-                "only one of them with ModelParallelStrategy. Checkpoint the blocks yourself, or "
-                "use DDP."
-            )
 
     def begin_batch(self, name: str, batch: Any, *indices: int) -> None:
         """Plan a step by the rules, if they have not planned it before."""
@@ -171,7 +163,8 @@ class RuleScaling:
         sharded = step.owner.sharded
         is_cut = pipeline_of(trainer) is not None or sharded is not None
         step.fallback.await_rules(is_awaited and not is_cut)
-        if step.name not in self.rules.plan.steps() and not self._is_plain and not is_awaited:
+        is_new = step.name not in self.rules.plan.steps()
+        if is_new and not self._is_plain and not is_awaited:
             if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
                 raise misconfigured(
                     f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
@@ -207,21 +200,23 @@ class RuleScaling:
                 self.settings.restore()
                 step.fallback.stay_plain(error.reason)
                 return
-            # Measurements differ between ranks, but the model must not.
-            plan = RulePlan.from_state(trainer.strategy.broadcast(planned.state()))
+            plan = _agreed(trainer, planned)
             if train:
                 plan = self._with_weights(module, plan)
             elif not is_trained and self._stays_plain(module, step.name, plan):
                 return
-            self.rules.plan = plan
-            step.invalidate()
-            vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
+            self._adopt(step, plan)
         if train:
             self.gradients.start(trainer.accumulate_grad_batches)
             if not self._rates_follow:
                 if sharded is not None:
                     sharded.shard()
-                self._follow_rates(trainer, module)
+                self._rates_follow = True
+                # Every sharding makes other parameters.
+                if is_new or is_cut or not self.parameters.infos:
+                    self.parameters.record(module, self.rules.plan)
+                vars(module)[PARAMETERS_ATTRIBUTE] = self.parameters
+                self.settings.follow_rates(trainer, self.parameters.infos)
 
     def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Scale gradients without a factor to RMS 1. In the first step none has a factor."""
@@ -258,6 +253,53 @@ class RuleScaling:
         self.gradients.measures_late = state["measures_late"]
         if module is not None:
             vars(module)[PLAN_ATTRIBUTE] = self.rules.plan
+            self.parameters = PlannedParameters()
+
+    def plan_exchanged(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Plan parameters that the user exchanged since the last plan, before a call reads them."""
+        # A layer that replaces another one in the middle of a training, or between two, is treated
+        # as one that was there from the start: its weights are set to unit scale, and its
+        # operations, gradients and rates get factors of their own.
+        trainer, module, plan = self._trainer, step.owner.module, self.rules.plan
+        is_cut = trainer is not None and pipeline_of(trainer) is not None
+        # Parts of a cut module have parameters of their own.
+        if trainer is None or is_cut or step.owner.sharded or _TRAINING not in plan.steps():
+            return
+        refuse_merged(step.title, module, plan)
+        if step.name != _TRAINING:
+            self.parameters.refuse_in_evaluation(step.title, module, plan)
+            return
+        exchanged = self.parameters.find_exchanged(module, plan)
+        if not exchanged:
+            return
+        with SESSION.being(None), rehearsing(trainer):
+            planned = plan_step(
+                step,
+                args,
+                kwargs,
+                self.options,
+                plan.without(exchanged, step.name),
+                init_weights=self.init_weights,
+                joint=joint_over_parts(trainer),
+            )
+        planned, scaled = self.parameters.settle(module, _agreed(trainer, planned), plan, exchanged)
+        self._adopt(step, planned)
+        self.parameters.record(module, planned)
+        self.gradients.forget(exchanged)
+        self.settings.follow_rates(trainer, self.parameters.infos)
+        rank_zero_info(
+            f"UnitScaleCallback: {type(module).__name__} has new parameters "
+            f"({', '.join(exchanged)}). Their operations get factors of their own. "
+            f"Set to unit scale: {', '.join(scaled) or 'none, since they are already'}."
+        )
+
+    def _adopt(self, step: CapturedStep, plan: RulePlan) -> None:
+        module = step.owner.module
+        self.rules.plan = vars(module)[PLAN_ATTRIBUTE] = plan
+        for each in cast(ModuleSteps, step.owner).steps.values():
+            each.invalidate()
 
     def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
         """Return the plan of a module that is trained for the first time, and set its weights."""
@@ -299,14 +341,25 @@ class RuleScaling:
             )
         return False
 
-    def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._rates_follow = True
-        infos: dict[Tensor, ParameterInfo] = {
-            parameter: self.rules.plan.parameters[fqn].info
-            for fqn, parameter in module.named_parameters()
-            if fqn in self.rules.plan.parameters
-        }
-        self.settings.follow_rates(trainer, infos)
+
+def _agreed(trainer: pl.Trainer, plan: RulePlan) -> RulePlan:
+    """Return the plan of the first rank, since measurements differ but the model must not."""
+    return RulePlan.from_state(trainer.strategy.broadcast(plan.state()))
+
+
+class _BeforeCall:
+    """Hook of a step that plans exchanged parameters. A copied module has none."""
+
+    def __init__(self, scaling: RuleScaling) -> None:
+        self._scaling = scaling
+
+    def __call__(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._scaling.plan_exchanged(step, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
 
 
 def rules_of(

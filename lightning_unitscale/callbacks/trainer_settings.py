@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_unitscale.callbacks.distributed import num_gradient_elements
+from lightning_unitscale.callbacks.distributed import (
+    num_gradient_elements,
+    refuse_sharded_parameters,
+)
 from lightning_unitscale.callbacks.lightning_steps import all_callbacks
+from lightning_unitscale.callbacks.memory_budget import RematCallback
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
     misconfigured,
@@ -161,6 +165,32 @@ def _optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
     return [one for one in held if one.param_groups is optimizer.param_groups]
 
 
+def check_sharding(
+    trainer: pl.Trainer, method: object, *, is_sharded: bool, is_compiled: bool
+) -> None:
+    """Refuse scaling by rules if the steps of a sharded module do not support it."""
+    if not is_sharded:
+        refuse_sharded_parameters(
+            trainer,
+            f"method={method!r}",
+            "sets whole parameters to RMS 1",
+            "ModelParallelStrategy with fully_shard, DDP, or method='lossless'",
+        )
+    elif is_compiled:
+        raise misconfigured(
+            f"compile=True with method={method!r}: FSDP gathers parameters in the middle "
+            "of the graph, which Inductor does not compile. Expected compile=False with "
+            "ModelParallelStrategy. Leave it out, or use DDP."
+        )
+    elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
+        raise misconfigured(
+            f"method={method!r} with RematCallback: FSDP gathers parameters in the "
+            "middle of the graph of a rule-based step, so nothing can be recomputed. Expected "
+            "only one of them with ModelParallelStrategy. Checkpoint the blocks yourself, or "
+            "use DDP."
+        )
+
+
 def refuse_rate_search(trainer: pl.Trainer) -> None:
     """Refuse to search a learning rate if only the callbacks define the trained model."""
     # Weights, factors and rates are set when the first batch starts. A search runs that batch
@@ -173,6 +203,25 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
             "it would find the rate of the unscaled model, not of the one that is scaled by rules. "
             "Expected no search with method='unit-scaling' or 'u-mup'. Leave it out (u-muP's best "
             "rates are near 1), or pass method='lossless', with the unscaled model's rates."
+        )
+
+
+def refuse_statistics_update(trainer: pl.Trainer, module: nn.Module) -> None:
+    """Refuse a callback that ends the training by an epoch that no graph can be captured of."""
+    # It computes the statistics of batch norms with ``momentum=None``. They read the number of
+    # batches by ``float()``, which breaks the graph in front of weights at unit scale.
+    norms = [
+        path
+        for path, one in module.named_modules()
+        if isinstance(one, nn.modules.batchnorm._BatchNorm)
+    ]
+    averaging = "StochasticWeightAveraging"
+    if norms and any(is_lightning(callback, averaging) for callback in all_callbacks(trainer)):
+        raise misconfigured(
+            f"{averaging}: it computes the statistics of {norms[0]} (a batch norm) anew at the end "
+            "of the training, in steps that rules cannot scale. Expected another average with "
+            "method='unit-scaling' or 'u-mup'. Use EMAWeightAveraging or WeightAveraging, or pass "
+            "method='lossless'."
         )
 
 

@@ -26,7 +26,6 @@ from torch import Tensor, fx
 from lightning_unitscale.capture.aot_backend import Writes
 from lightning_unitscale.capture.copy_graphs import (
     fake_mode_of,
-    is_checkpoint,
     is_higher_order,
     stand_ins,
 )
@@ -275,7 +274,7 @@ def _find(node: fx.Node) -> Effects:
         # Do not run it: it may enter autocast, or turn gradients off.
         return _NOTHING
     if is_higher_order(node):
-        return _seen_in_examples(node, paths, _writes_of_checkpoint(node))
+        return _seen_in_examples(node, paths, _writes_of_body(node))
     if node.target is operator.getitem and example_tensor(node.args[0]) is None:
         # Running it would take a stand-in for every other item too.
         return _seen_in_examples(node, paths, ())
@@ -332,16 +331,21 @@ def _seen_in_examples(node: fx.Node, paths: list[Path], writes: tuple[Path, ...]
     return Effects(writes, tuple(_sharing(result, values.items())), next(same, None))
 
 
-def _writes_of_checkpoint(node: fx.Node) -> tuple[Path, ...]:
-    """Return the arguments of a checkpoint that its body writes into."""
-    if not is_checkpoint(node) or not isinstance(node.args[0], fx.Node):
+def _writes_of_body(node: fx.Node) -> tuple[Path, ...]:
+    """Return the arguments that the body of a checkpoint or an autograd function writes into."""
+    # An autograd function's bodies are its forward and its backward pass.
+    bodies: list[fx.GraphModule] = []
+    for arg in node.args:
+        target = str(arg.target) if isinstance(arg, fx.Node) and arg.op == "get_attr" else ""
+        body = getattr(node.graph.owning_module, target, None)
+        if not isinstance(body, fx.GraphModule):
+            break
+        bodies.append(body)
+    if not bodies:
         return ()
-    body = getattr(node.graph.owning_module, str(node.args[0].target), None)
-    if not isinstance(body, fx.GraphModule):
-        return ()
-    aliased = aliased_by_mutation(body.graph)
-    inner = body.graph.find_nodes(op="placeholder")
-    return tuple((i,) for i, placeholder in enumerate(inner, start=1) if placeholder in aliased)
+    aliased = aliased_by_mutation(bodies[0].graph)
+    inner = enumerate(bodies[0].graph.find_nodes(op="placeholder"), start=len(bodies))
+    return tuple((index,) for index, placeholder in inner if placeholder in aliased)
 
 
 def _sharing(result: Any, values: Iterable[tuple[Path, Any]]) -> Iterator[Path]:

@@ -111,11 +111,11 @@ class ModuleSteps(ModuleState):
             self.executor, self.compile_mode = executor, mode
             self.reset()
 
-    def see_uncaptured(self, read: Sequence[Tensor]) -> None:
-        """Let the passes check what a matmul that no graph runs reads in a step."""
-        if self.changes_function:
+    def see_uncaptured(self, read: Sequence[Tensor], *, in_step: bool) -> None:
+        """Let the passes check what a matmul that no graph runs reads."""
+        if not any(one.is_rehearsing for one in self.steps.values()):
             for graph_pass in self.passes:
-                graph_pass.see_uncaptured(self.module, read)
+                graph_pass.see_uncaptured(self.module, read, in_step=in_step)
 
     def partition_by(self, partition_fn: Any) -> None:
         """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does."""

@@ -165,8 +165,10 @@ class GraphPass(abc.ABC):
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
         """Observe a parameter that several parts of a cut graph use."""
 
-    def see_uncaptured(self, module: nn.Module, read: Sequence[Tensor]) -> None:  # noqa: B027
-        """Check the tensors that a matmul of a captured step reads outside of all graphs."""
+    def see_uncaptured(  # noqa: B027
+        self, module: nn.Module, read: Sequence[Tensor], *, in_step: bool
+    ) -> None:
+        """Check the tensors that a matmul reads outside of all graphs, while a step runs or not."""
 
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Prepare for a call of a captured step of ``module``."""

@@ -108,9 +108,9 @@ def warn_if_nothing_ran(step: StepState) -> None:
         reasons = "a mode such as FlopCounterMode observes every operation of this call"
     warn_once(
         step,
-        f"{step.title}: no graph could be captured. So it "
-        f"runs uncaptured, {_loses(step)} ({reasons}). Expected at least one "
-        "traceable operation. Keep printing, .item() and third-party calls out of the step.",
+        f"{step.title}: no graph could be captured ({reasons}). So it runs uncaptured, "
+        f"{_loses(step)}. Keep what breaks the graph out of the step, or leave out what captures "
+        "it.",
     )
 
 

@@ -32,6 +32,7 @@ from lightning_unitscale.matmuls.owners import (
     OPEN,
     needs_gradient,
     owner_of,
+    see_elsewhere,
     suspend_in_optimizers,
     waiting_session,
 )
@@ -159,6 +160,8 @@ def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
         if is_ours(frame):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args, frame)
+        if session is None and node is None:
+            see_elsewhere(rule.operands_in(args))
         if session is None and node is None and (waiting := waiting_session()) is not None:
             operands = rule.operands_in(args)
             leave(operands)

@@ -24,7 +24,7 @@ from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.matmuls.autograd_nodes import thread_number
 from lightning_unitscale.matmuls.calls import Call, call_of, maker_of
-from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession
+from lightning_unitscale.matmuls.session import LOCAL, SESSION, MatmulSession, see_uncaptured
 from lightning_unitscale.matmuls.sites import frames
 from lightning_unitscale.matmuls.steady import LATEST
 from lightning_unitscale.matmuls.torch_internals import (
@@ -137,6 +137,15 @@ def waiting_session() -> MatmulSession | None:
         if session.sites.owns_caller():
             return session
     return None
+
+
+def see_elsewhere(operands: Sequence[Any]) -> None:
+    """Let the open sessions check a forward matmul that belongs to none of them."""
+    for ref in list(OPEN.values()):
+        if (session := ref()) is not None:
+            # On a thread of the step itself, it is an optimizer's matmul.
+            in_step = bool(session.threads) and thread_number() not in session.threads
+            see_uncaptured(session, operands, in_step=in_step)
 
 
 def running_session() -> MatmulSession | None:

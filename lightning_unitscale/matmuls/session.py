@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.operators import MatmulRule, Sources
@@ -147,9 +147,8 @@ class MatmulSession:
             run = None if frame is None else self.sites.run_of(node, frame)
         elif SESSION.get() is self:
             run = self.sites.forward_run(frame)
-            steps = None if self.captured is None else self.captured()
-            if steps is not None and size and not runs_in_graph():
-                steps.see_uncaptured(operands)
+            if size:
+                see_uncaptured(self, operands, in_step=True)
         else:
             run = LOSS if graph_task() < 0 else None
         if size is None:
@@ -319,6 +318,17 @@ class MatmulSession:
         for numerics in self.numerics:
             numerics.await_units(late)
         return late
+
+
+def see_uncaptured(session: MatmulSession, operands: Sequence[Tensor], *, in_step: bool) -> None:
+    """Let a session's captured steps check what a forward matmul reads outside of their graphs."""
+    steps = None if session.captured is None else session.captured()
+    if steps is None or not steps.changes_function:
+        return
+    # Outside of a step, code that multiplies the numbers of a weight by itself may want them as
+    # they are.
+    if (in_step or session.sites.owns_caller()) and not runs_in_graph():
+        steps.see_uncaptured(operands, in_step=in_step)
 
 
 def _format_for(

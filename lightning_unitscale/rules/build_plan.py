@@ -18,6 +18,7 @@ from lightning_unitscale.capture.graph_matmuls import matmul_of
 from lightning_unitscale.capture.graph_nodes import (
     changed_arguments,
     is_float_tensor,
+    line_of,
     op_name,
     tensor_name,
     value_at,
@@ -38,6 +39,8 @@ Joint = Callable[[float], float]
 _MAX_ATTEMPTS = 3
 # Limit on the ratio of graph runs of a scaled step to those of the unscaled step.
 _MANY_TIMES = 8
+# The names under which Dynamo captures reading a tensor's numbers, without underscores at its ends.
+_NUMBERS = ("get_data_attr", "detach", "data")
 
 
 def plan_step(
@@ -71,7 +74,7 @@ def plan_step(
             rehearse(step, recorder, args, kwargs)
         flow = recorder.result()
         _reject_new_parameters(step, flow)
-        structure = _structure_of(flow, prior)
+        structure = _structure_of(flow, prior, step.title)
         parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
         most_calls = _MANY_TIMES * (recorder.num_calls + 1)
         run = _ScaledRun(structure, parameters, options, prior, joint, step.title, most_calls)
@@ -125,7 +128,7 @@ def plan_graph(
     # scale already are not changed.
     flow = Flow()
     flow.add_graph(graph_module, {})
-    structure = _structure_of(flow, prior)
+    structure = _structure_of(flow, prior, step)
     unknown = plan_parameters(structure, init_weights=False)
     decider = Decider(
         structure,
@@ -167,20 +170,34 @@ def _with_output_scales(
     return plans
 
 
-def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
+def _structure_of(flow: Flow, prior: RulePlan, step: str) -> Structure:
     """Find the structure of a flow, and check that it agrees with earlier decisions."""
     structure = find_structure(flow)
     for fqn, uses in structure.uses.items():
         plan = prior.parameters.get(fqn)
-        other = [use.node for use in uses if use.kind == "other"]
+        other = next((use.node for use in uses if use.kind == "other"), None)
         # A parameter at unit scale must not be read by an operation that no rule rewrites.
-        if plan is not None and plan.action != "left" and other:
-            raise RuntimeError(
-                f"{fqn}: it was set to unit scale for an earlier step, but {other[0].name} of this "
-                "one reads it, which no rule rewrites. Expected every step to use it alike. "
-                "Register a rule for that operation, or name its function in replace=."
-            )
+        if plan is not None and plan.action != "left" and other is not None:
+            raise _read_unscaled(fqn, other, step)
     return structure
+
+
+def _read_unscaled(fqn: str, node: fx.Node, step: str) -> CaptureError:
+    line = line_of(node)
+    place = "" if line is None else f" at {line[0]}:{line[1]}"
+    reads, advice = (
+        f"{op_name(node)} reads {fqn}{place}",
+        ("Register a rule for that operation, or name its function in replace="),
+    )
+    if op_name(node) in _NUMBERS:
+        reads = f"the step takes the numbers of {fqn} by .data or detach(){place}"
+        advice = (
+            "Leave it out. An adapter that is not merged into its layer computes the same. Merge "
+            "it into the module that transforms.deploy returns"
+        )
+    return CaptureError.by_rules(
+        step, reads, "An earlier step has set it to unit scale, and no rule rewrites this", advice
+    )
 
 
 class Recorder:

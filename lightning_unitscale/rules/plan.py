@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lightning_unitscale.arguments import check_choice, shown
@@ -44,9 +45,14 @@ class Decision:
         return self.op, self.reads
 
     @property
+    def factors(self) -> tuple[Any, ...]:
+        """Return all that the rewrite applies."""
+        return self.output, self.arguments, self.kwargs
+
+    @property
     def changes(self) -> bool:
         """Check whether there is anything to rewrite."""
-        return self.output != 1.0 or bool(self.arguments) or bool(self.kwargs)
+        return self.factors != (1.0, (), ())
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,7 @@ class RulePlan(Mapping[str, Decision]):
             for decision in self._by_base.get(key(step, base), ())
             if decision.op == op and _are_alike(decision.reads, reads)
         ]
-        if any(
-            replace(one, reads=(), reason="") != replace(found[0], reads=(), reason="")
-            for one in found
-        ):
+        if any(one.factors != found[0].factors for one in found):
             raise CaptureError.by_rules(
                 step,
                 f"a graph break cuts it anew, and {base} may be any of {len(found)} operations",
@@ -163,6 +166,21 @@ class RulePlan(Mapping[str, Decision]):
             decisions,
             parameters,
             {fqn: reason for fqn, reason in unseen.items() if fqn not in parameters},
+        )
+
+    def without(self, parameters: Collection[str], step: str) -> RulePlan:
+        """Return the plan of one step without parameters and the decisions on what reads them."""
+        kept: dict[str, Decision] = {}
+        num_alike: Counter[str] = Counter()
+        for name, decision in self.decisions.items():
+            if name.startswith(f"{step}:") and not set(decision.reads) & set(parameters):
+                base = name.partition("~")[0]
+                kept[_numbered(base, num_alike[base])] = decision
+                num_alike[base] += 1
+        return RulePlan(
+            kept,
+            {fqn: one for fqn, one in self.parameters.items() if fqn not in parameters},
+            {fqn: one for fqn, one in self.unseen.items() if fqn not in parameters},
         )
 
     def steps(self) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,12 +94,19 @@ def _counted(counts: Mapping[Any, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _address_of(tensor: Tensor) -> int:
-    """Return where a tensor's memory begins, or 0 if it has none."""
+def _is_of(read: Tensor, parameter: Tensor, *, or_copy: bool) -> bool:
+    """Check whether a tensor is a parameter, a view of it, or a copy such as autocast's."""
     try:
-        return local_part(tensor).untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # of a tensor subclass
-        return 0
+        address = local_part(parameter).untyped_storage().data_ptr()
+        if address and address == local_part(read).untyped_storage().data_ptr():
+            return True
+        # A linear layer reads its weight transposed.
+        views = (parameter, parameter.t()) if or_copy and parameter.dim() == 2 else (parameter,)
+        return or_copy and any(
+            one.shape == read.shape and torch.equal(one.to(read.dtype), read) for one in views
+        )
+    except (NotImplementedError, RuntimeError):  # of a tensor subclass, or on another device
+        return False
 
 
 class RuleRewrite(GraphPass):
@@ -117,6 +125,7 @@ class RuleRewrite(GraphPass):
         self.replace = checked_replace(replace)
         self.kept_whole = tuple(self.replace)
         self.plan = RulePlan()  # when it changes, graphs must be rewritten again
+        self.has_warned = False  # of a matmul outside of the steps
         # Names of the called functions, and of the replaced ones among them.
         self._called: dict[str, None] = {}
         self._replaced: set[str] = set()
@@ -160,22 +169,38 @@ class RuleRewrite(GraphPass):
         return (f"factors on {counts.total()} operations: {origins}",)
 
     @override
-    def see_uncaptured(self, module: nn.Module, read: Sequence[Tensor]) -> None:
-        scaled = {
-            _address_of(parameter): fqn
-            for fqn, parameter in module.named_parameters()
-            if fqn in self.plan.parameters and self.plan.parameters[fqn].action == "scaled"
-        }
-        scaled.pop(0, None)
-        fqn = next(filter(None, (scaled.get(_address_of(one)) for one in read)), "")
-        if fqn:
+    def see_uncaptured(self, module: nn.Module, read: Sequence[Tensor], *, in_step: bool) -> None:
+        fqn = next(
+            (
+                fqn
+                for fqn, parameter in module.named_parameters()
+                if fqn in self.plan.parameters
+                and self.plan.parameters[fqn].action == "scaled"
+                and any(_is_of(one, parameter, or_copy=in_step) for one in read)
+            ),
+            "",
+        )
+        if not fqn:
+            return
+        name = type(module).__name__
+        if in_step:
             breaks = joined_reasons(graph_breaks_since(0)[::-1])
             because = f" ({breaks})" if breaks else ""
             raise CaptureError.by_rules(
-                type(module).__name__,
+                name,
                 f"a matmul reads {fqn} outside of the captured graphs{because}",
                 "The weight is at unit scale, and only graphs have its factors",
-                "Keep what breaks the graph out of the step, or use method='lossless'",
+                "Keep what breaks the graph, and threads, out of the step, or use "
+                "method='lossless'",
+            )
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                f"{name}: a matmul outside of its steps reads {fqn}. The weight is at unit scale, "
+                "and only the steps have its factors, so the result is that of another model. Call "
+                "the model in a step, such as validation_step or predict_step, or convert a copy "
+                "with transforms.deploy(module, *example_args).",
+                stacklevel=2,
             )
 
     def report(self) -> str:

@@ -48,12 +48,16 @@ def scale_learning_rates(
 ) -> ScaledStep:
     """Let an optimizer step with each parameter's own learning rate and weight decay."""
     # `optimizer.param_groups` always stays as the user and the schedulers made it. So they, the
-    # closure, the learning-rate monitor and checkpoints see no change. Attaching again replaces the
-    # earlier attachment. A parameter that is not in `infos` keeps its rate. Copies of the optimizer
-    # (`deepcopy`, pickle) are ordinary ones.
+    # closure, the learning-rate monitor and checkpoints see no change. Attaching again changes the
+    # earlier attachment, also in the middle of a step. A parameter that is not in `infos` keeps its
+    # rate. Copies of the optimizer (`deepcopy`, pickle) are ordinary ones.
     advice = "pass 'match' to keep each parameter's relative updates"
     check_choice("lr_scaling", method, METHODS, "unknown method", advice)
-    return ScaledStep(optimizer, infos, method)
+    attached = vars(optimizer).get(_ATTRIBUTE)
+    if attached is None or attached.method != method:
+        return ScaledStep(optimizer, infos, method)
+    attached.follow(infos)
+    return attached
 
 
 class ScaledStep:
@@ -67,7 +71,7 @@ class ScaledStep:
         self._parts: list[tuple[Group, list[Group], list[Group]]] = []
         self._stand_in = _stand_in_for(optimizer, lambda: self._groups)
         self._removers: list[Any] = []
-        self._method: Method = method
+        self.method: Method = method
         self._infos = infos
         # By identity, since a tensor's own hash is slow. ``infos`` keeps its parameters alive. All
         # others have no factors, so a new one may take the identity of an old one.
@@ -87,6 +91,12 @@ class ScaledStep:
             optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
         ]
         vars(optimizer)[_ATTRIBUTE] = self
+
+    def follow(self, infos: Mapping[Tensor, ParameterInfo]) -> None:
+        """Step with the rates of other parameters, from the next split of the groups on."""
+        give_roles(self._stand_in, infos)
+        self._infos = infos
+        self._factors.clear()
 
     def remove(self) -> None:
         """Let the optimizer step by itself again. A second call does nothing."""
@@ -180,7 +190,7 @@ class ScaledStep:
             return _NEUTRAL
         return rate_factors(
             self._infos[param],
-            self._method,
+            self.method,
             family_of(self._stand_in),
             is_decoupled=is_decoupled,
             shape=param.shape,
@@ -209,7 +219,7 @@ class ScaledStep:
         self._peak_rates.append(first_peak_rate(group))
         if not any(param in self._infos for param in group["params"]):
             return
-        check_group(self._stand_in, group, self._method)
+        check_group(self._stand_in, group, self.method)
         self._factors_of(group, len(self._peak_rates) - 1)
 
 

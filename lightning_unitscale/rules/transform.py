@@ -16,6 +16,7 @@ from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.module_matmuls import ModuleMatmuls
 from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.rules.build_plan import plan_step
+from lightning_unitscale.rules.exchanged import PlannedParameters
 from lightning_unitscale.rules.plan import OnUnknown, RuleOptions
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.unit_weights import (
@@ -98,29 +99,42 @@ def unit_scale(
     rules = RuleRewrite(options, replace)
     gradients = ParameterGradients(ends_backward=True)
     new, step = captured_forward(module, _OWNER, rules, gradients)
-    step.before_call = _FirstCall(rules, gradients, init_weights)
+    step.before_call = _BeforeCall(rules, gradients, init_weights)
     ModuleMatmuls.add(new, has_new_units=True)
     return new
 
 
 @dataclass(eq=False)
-class _FirstCall:
-    """Hook that decides everything on the arguments of the first call."""
+class _BeforeCall:
+    """Hook that decides everything on the arguments of the first call.
+
+    It decides on a layer that replaced another one before the next call.
+    """
 
     # It is an object rather than a closure, so that a copied module decides for itself.
 
     rules: RuleRewrite
     gradients: ParameterGradients
     init_weights: bool
+    parameters: PlannedParameters | None = None
 
     def __call__(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Decide before the first call of the step."""
+        """Decide before a call of the step, if there is anything to decide on."""
         module, options, prior = step.owner.module, self.rules.options, self.rules.plan
+        exchanged: list[str] = []
+        if self.parameters is not None:
+            exchanged = self.parameters.find_exchanged(module, prior)
+            if not exchanged:
+                return
+            prior = prior.without(exchanged, step.name)
         with SESSION.being(None):  # the rehearsals' matmuls are not the call's
             plan = plan_step(step, args, kwargs, options, prior, init_weights=self.init_weights)
-        if self.init_weights and already_at_unit_scale(module, plan.parameters):
+        if self.parameters is not None:
+            plan, _ = self.parameters.settle(module, plan, self.rules.plan, exchanged)
+            self.gradients.forget(exchanged)
+        elif self.init_weights and already_at_unit_scale(module, plan.parameters):
             warnings.warn(
                 f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
                 "as after training at unit scale, so weights and biases stay unchanged. "
@@ -132,4 +146,5 @@ class _FirstCall:
         self.rules.plan = plan
         step.invalidate()
         self.gradients.start(num_accumulated=1)
-        step.before_call = None
+        self.parameters = self.parameters or PlannedParameters()
+        self.parameters.record(module, plan)

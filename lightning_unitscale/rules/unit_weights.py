@@ -19,7 +19,7 @@ from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.matmuls.autograd_nodes import after_backward, autograd_operations
 from lightning_unitscale.matmuls.measured_operands import root_mean_square
-from lightning_unitscale.rules.learning_rates import Role
+from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.plan import ParameterPlan
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
@@ -94,9 +94,7 @@ def set_to_unit_scale(
 
 def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan]) -> bool:
     """Check whether the weights of a module seem to have been set to RMS 1 before."""
-    # The largest RMS that is common in unscaled models is `sqrt(2 / fan_in)` (He et al., arXiv
-    # 1502.01852). The result depends on whether most of the weights are nearer to that or to 1, on
-    # a logarithmic scale. The narrowest weights cannot distinguish the two.
+    # Most of the weights decide. The narrowest ones cannot distinguish the two.
     parameters = dict(module.named_parameters())
     votes = []
     for fqn, plan in plans.items():
@@ -104,9 +102,15 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
         # A weight that is also an embedding may have been drawn as one, at RMS 1.
         is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT) and not info.is_tied
         if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
-            rms = parameter_rms(parameters[fqn])
-            votes.append(rms > (2 / info.fan_in) ** 0.25)
+            votes.append(is_at_unit_scale(info, parameters[fqn]))
     return bool(votes) and sum(votes) > len(votes) / 2
+
+
+def is_at_unit_scale(info: ParameterInfo, parameter: Tensor) -> bool:
+    """Check whether the RMS of a weight is nearer to 1 than to that of an unscaled weight."""
+    # The largest RMS that is common in unscaled models is `sqrt(2 / fan_in)` (He et al., arXiv
+    # 1502.01852). Nearer means on a logarithmic scale.
+    return parameter_rms(parameter) > (2 / max(info.fan_in, 1)) ** 0.25
 
 
 class ParameterGradients(GraphPass):
@@ -151,6 +155,13 @@ class ParameterGradients(GraphPass):
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+    def forget(self, exchanged: Iterable[str]) -> None:
+        """Measure the gradients of exchanged parameters anew."""
+        self.settle()
+        for fqn in exchanged:
+            self.log2_factors.pop(fqn, None)
+        self.remove()  # parameters may have other paths now
 
     def clear(self) -> None:
         """Leave gradients unchanged until they have been measured."""

@@ -9,12 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings
+from tests.callbacks.rule_runs import Classifier
+from tests.callbacks.rule_runs import fit as fit_by_rules
 from tests.callbacks.runs import QUIET, MemoryLogger, loader
 from tests.callbacks.stored import TINY, Settings, Stored, adamw, fit, half
 from tests.helpers import assert_same_bits
@@ -229,3 +232,18 @@ def test_what_is_odd_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     told = [one.message for one in caplog.records if "UnitScaleCallback" in one.message]
     assert len(told) == 1
     assert "SGD" in told[0]
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_an_average_that_updates_the_statistics_of_a_batch_norm(has_norm: bool) -> None:
+    module: Any = Classifier()
+    if has_norm:
+        module.norm = nn.BatchNorm1d(4)
+    average = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+    if not has_norm:
+        fit_by_rules(module, UnitScaleCallback("u-mup"), average, max_steps=-1, max_epochs=2)
+        return
+    with pytest.raises(
+        MisconfigurationException, match=r"StochasticWeightAveraging: .* of norm \("
+    ):
+        fit_by_rules(module, UnitScaleCallback("u-mup"), average)

@@ -209,3 +209,28 @@ def test_a_checkpoint_writes_into_what_its_body_writes_into() -> None:
     aliased = {str(one.target) for one in aliased_by_mutation(graph)}
     assert "L_seen_" in aliased
     assert "L_x_" not in aliased
+
+
+class _ReluInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.clamp_(min=0)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * (x > 0)
+
+
+def test_an_autograd_function_writes_into_what_its_forward_pass_writes_into() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x.exp()
+        return _ReluInPlace.apply(h) + x.cos()
+
+    graph = captured(function, torch.randn(3, requires_grad=True)).graph
+    aliased = {node.name for node in aliased_by_mutation(graph)}
+    assert "h" in aliased
+    assert not aliased & {"cos", "l_x_", "x"}

@@ -237,11 +237,30 @@ def test_a_parameter_at_unit_scale_must_not_be_read_by_the_unknown_later() -> No
     known = plan(Of(lambda m, x: m[0](x).square().mean(), module), torch.randn(4, W))
     other = Of(lambda m, x: m[0](x).mean() + torch.linalg.svdvals(m[0].weight).sum(), module)
     with pytest.raises(
-        RuntimeError,
-        match=r"parts\.0\.weight: it was set to unit scale for an earlier step, but \S*svdvals\S* "
-        r"of this one reads it.*Expected.*Register a rule",
+        CaptureError,
+        match=r"svdvals reads parts\.0\.weight at \S+test_build_plan.py:\d+\. An earlier step has "
+        r"set it to unit scale.*Register a rule",
     ):
         plan(other, torch.randn(4, W), known=known)
+
+
+def _merge(module: nn.Linear, delta: Tensor) -> None:
+    module.weight.data += delta
+
+
+def test_a_step_that_merges_into_a_weight_at_unit_scale() -> None:
+    module, delta = nn.Linear(W, W), torch.randn(W, W)
+    known = plan(Of(lambda m, x: m[0](x).square().mean(), module), torch.randn(4, W))
+
+    def merged(m: Any, x: Tensor) -> Tensor:
+        _merge(m[0], delta)
+        return m[0](x).mean()
+
+    with pytest.raises(
+        CaptureError, match=r"the step takes the numbers of parts\.0\.weight by"
+    ) as e:
+        plan(Of(merged, module), torch.randn(4, W), known=known)
+    assert "An adapter that is not merged into its layer computes the same" in str(e.value)
 
 
 def test_a_bias_learns_the_factor_on_what_it_is_added_to() -> None:

@@ -121,3 +121,14 @@ def test_a_part_that_fits_several_decisions_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"block.add may be any of 2 operations"):
         plan.find("forward", "block.add@2", ("add", ("", "")))
     assert _plan("block.add", output=0.5).find("forward", "block.add@2", ("mul", ("", ""))) is None
+
+
+def test_parts_without_factors_are_alike() -> None:
+    """Why an operation has none does not matter, such as that of ``detach`` in two branches."""
+    decisions = {
+        f"forward:detach{number}": Decision("detach", ("x",), origin, origin)
+        for number, origin in (("", "kept"), ("@1", "derived"))
+    }
+    found = RulePlan(decisions).find("forward", "detach@2", ("detach", ("",)))
+    assert found is not None
+    assert not found.changes
