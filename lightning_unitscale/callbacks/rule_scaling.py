@@ -46,11 +46,7 @@ from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
-from lightning_unitscale.rules.exchanged import (
-    PARAMETERS_ATTRIBUTE,
-    PlannedParameters,
-    refuse_merged,
-)
+from lightning_unitscale.rules.exchanged import PARAMETERS_ATTRIBUTE, PlannedParameters
 from lightning_unitscale.rules.learning_rates import Method, Role
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.rules.rewrite import RuleRewrite
@@ -267,11 +263,11 @@ class RuleScaling:
         # Parts of a cut module have parameters of their own.
         if trainer is None or is_cut or step.owner.sharded or _TRAINING not in plan.steps():
             return
-        refuse_merged(step.title, module, plan)
+        exchanged = self.parameters.find_exchanged(module, plan)
+        self.parameters.refuse_merged(step.title, plan)
         if step.name != _TRAINING:
             self.parameters.refuse_in_evaluation(step.title, module, plan)
             return
-        exchanged = self.parameters.find_exchanged(module, plan)
         if not exchanged:
             return
         with SESSION.being(None), rehearsing(trainer):

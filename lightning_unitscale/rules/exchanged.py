@@ -6,8 +6,10 @@ unit scale, so its numbers would get the factors of the old layer.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +24,28 @@ from lightning_unitscale.rules.unit_weights import is_at_unit_scale, set_to_unit
 PARAMETERS_ATTRIBUTE = "_unit_scale_parameters"
 
 
+class _Structure:
+    """The layers and parameters of a module, to check before each step whether all are the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = [(path, vars(one)) for path, one in module.named_modules()]
+        self._holders = [
+            values[name] for _, values in parts for name in ("_parameters", "_modules")
+        ]
+        # They are kept, so that no other one can take the identity of one of them.
+        self._held = self._found()
+        # The state of each layer that PEFT can merge its adapters into, by path.
+        self.adapted = [(path, values) for path, values in parts if "merged_adapters" in values]
+
+    def is_intact(self) -> bool:
+        """Check whether nothing was added, removed or exchanged."""
+        found = self._found()
+        return len(found) == len(self._held) and all(map(operator.is_, found, self._held))
+
+    def _found(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._holders)))
+
+
 class PlannedParameters:
     """The parameters that a module had when its steps were planned, by identity."""
 
@@ -29,6 +53,7 @@ class PlannedParameters:
 
     def __init__(self, planned: Iterable[tuple[Tensor, ParameterPlan | None]] = ()) -> None:
         self._plans: Any = WeakTensorKeyDictionary(dict(planned))
+        self._structure: _Structure | None = None  # when no parameter differed
 
     def __reduce__(self) -> Any:
         return type(self), (list(self._plans.items()),)
@@ -40,6 +65,7 @@ class PlannedParameters:
 
     def record(self, module: nn.Module, plan: RulePlan) -> None:
         """Record the parameters that a module has now."""
+        self._structure = None
         for fqn, parameter in module.named_parameters():
             # One that moved to another path keeps its values, and so its plan.
             known = self._plans.get(parameter)
@@ -47,9 +73,13 @@ class PlannedParameters:
 
     def find_exchanged(self, module: nn.Module, plan: RulePlan) -> list[str]:
         """Return the paths of parameters that are not the planned ones."""
+        if self._structure is not None and self._structure.is_intact():
+            return []
         if not self._plans:  # the plan comes from a checkpoint, and so do the numbers
             self.record(module, plan)
-        return [fqn for fqn, param in module.named_parameters() if self._differs(param, fqn, plan)]
+        found = [fqn for fqn, one in module.named_parameters() if self._differs(one, fqn, plan)]
+        self._structure = None if found else _Structure(module)
+        return found
 
     def _differs(self, parameter: Tensor, fqn: str, plan: RulePlan) -> bool:
         if parameter not in self._plans:
@@ -102,11 +132,13 @@ class PlannedParameters:
                 "Train it for a batch before you evaluate it",
             )
 
+    def refuse_merged(self, title: str, plan: RulePlan) -> None:
+        """Raise if an adapter of PEFT was merged into its layer after both were set to unit scale.
 
-def refuse_merged(title: str, module: nn.Module, plan: RulePlan) -> None:
-    """Raise if an adapter of PEFT was merged into its layer after both were set to unit scale."""
-    for path, layer in module.named_modules():
-        if vars(layer).get("merged_adapters"):
+        Call it after :meth:`find_exchanged`.
+        """
+        adapted = () if self._structure is None else self._structure.adapted
+        for path in (path for path, values in adapted if values["merged_adapters"]):
             own = (fqn for fqn in plan.parameters if fqn.startswith(f"{path}."))
             if any(not fqn.startswith(f"{path}.base_layer.") for fqn in own):
                 raise CaptureError.by_rules(
