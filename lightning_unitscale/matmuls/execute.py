@@ -62,14 +62,14 @@ def placement_of(operands: Sequence[Tensor]) -> tuple[Placement, tuple[int, ...]
     """Return what decides how a matmul runs on its operands, and their addresses."""
     if len(operands) == 2:  # unrolled, this takes half the time
         one, two = operands
-        first, second = one.data_ptr(), two.data_ptr()
+        start, other = one.data_ptr(), two.data_ptr()
         return (
             (one.shape, two.shape),
             (one.stride(), two.stride()),
-            (first & _IN_LINE, second & _IN_LINE),
+            (start & _IN_LINE, other & _IN_LINE),
             one.dtype,
             one.get_device(),
-        ), (first, second)
+        ), (start, other)
     addresses = tuple(map(_address_of, operands))
     first = operands[0]
     return (
