@@ -29,9 +29,9 @@ class _Structure:
 
     def __init__(self, module: nn.Module) -> None:
         parts = [(path, vars(one)) for path, one in module.named_modules()]
-        self._holders = [
-            values[name] for _, values in parts for name in ("_parameters", "_modules")
-        ]
+        found = (values.get(kind) for _, values in parts for kind in ("_parameters", "_modules"))
+        # Those of a traced module are no dictionaries, and nothing in it can be exchanged.
+        self._holders = [holder for holder in found if isinstance(holder, dict)]
         # They are kept, so that no other one can take the identity of one of them.
         self._held = self._found()
         # The state of each layer that PEFT can merge its adapters into, by path.

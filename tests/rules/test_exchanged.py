@@ -130,3 +130,12 @@ def test_the_record_goes_along_with_a_pickled_module() -> None:
     assert record.find_exchanged(net, plan) == []
     new_head(net)
     assert record.find_exchanged(net, plan) == ["head.weight", "head.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_traced_layer_is_known_again() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)))
+    record, plan = PlannedParameters(), RulePlan()
+    assert record.find_exchanged(net, plan) == record.find_exchanged(net, plan) == []
+    net[0] = nn.Linear(4, 4)
+    assert record.find_exchanged(net, plan) == ["0.weight", "0.bias"]
