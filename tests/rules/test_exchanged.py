@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale.rules.exchanged import PlannedParameters
+from lightning_unitscale.rules.plan import RulePlan
 from lightning_unitscale.rules.transform import unit_scale
 from tests.helpers import assert_same_bits, run
 
