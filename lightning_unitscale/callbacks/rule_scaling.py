@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -118,7 +118,7 @@ class RuleScaling:
         steps.sharded = self._sharded
         self._trainer, self._steps = trainer, steps
         for step in steps.steps.values():
-            step.before_call = _BeforeCall(self)
+            step.before_call = _ExchangeHook(self)
 
     def _leave(self) -> None:
         """Undo changes outside the module's steps."""
@@ -201,7 +201,7 @@ class RuleScaling:
                 plan = self._with_weights(module, plan)
             elif not is_trained and self._stays_plain(module, step.name, plan):
                 return
-            self._adopt(step, plan)
+            self._adopt(module, plan, [step])
         if train:
             self.gradients.start(trainer.accumulate_grad_batches)
             if not self._rates_follow:
@@ -266,7 +266,7 @@ class RuleScaling:
         exchanged = self.parameters.find_exchanged(module, plan)
         self.parameters.refuse_merged(step.title, plan)
         if step.name != _TRAINING:
-            self.parameters.refuse_in_evaluation(step.title, module, plan)
+            self.parameters.refuse_in_evaluation(step.title, module, plan, exchanged)
             return
         if not exchanged:
             return
@@ -281,7 +281,7 @@ class RuleScaling:
                 joint=joint_over_parts(trainer),
             )
         planned, scaled = self.parameters.settle(module, _agreed(trainer, planned), plan, exchanged)
-        self._adopt(step, planned)
+        self._adopt(module, planned, cast(ModuleSteps, step.owner).steps.values())
         self.parameters.record(module, planned)
         self.gradients.forget(exchanged)
         self.settings.follow_rates(trainer, self.parameters.infos)
@@ -291,11 +291,11 @@ class RuleScaling:
             f"Set to unit scale: {', '.join(scaled) or 'none, since they are already'}."
         )
 
-    def _adopt(self, step: CapturedStep, plan: RulePlan) -> None:
-        module = step.owner.module
+    def _adopt(self, module: nn.Module, plan: RulePlan, steps: Iterable[CapturedStep]) -> None:
+        """Take a plan, and rewrite the graphs of the steps that it changes."""
         self.rules.plan = vars(module)[PLAN_ATTRIBUTE] = plan
-        for each in cast(ModuleSteps, step.owner).steps.values():
-            each.invalidate()
+        for step in steps:
+            step.invalidate()
 
     def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
         """Return the plan of a module that is trained for the first time, and set its weights."""
@@ -343,7 +343,7 @@ def _agreed(trainer: pl.Trainer, plan: RulePlan) -> RulePlan:
     return RulePlan.from_state(trainer.strategy.broadcast(plan.state()))
 
 
-class _BeforeCall:
+class _ExchangeHook:
     """Hook of a step that plans exchanged parameters. A copied module has none."""
 
     def __init__(self, scaling: RuleScaling) -> None:

@@ -114,12 +114,14 @@ class PlannedParameters:
         plans |= set_to_unit_scale(module, unscaled)
         return replace(plan, parameters=plans), sorted(unscaled)
 
-    def refuse_in_evaluation(self, title: str, module: nn.Module, plan: RulePlan) -> None:
+    def refuse_in_evaluation(
+        self, title: str, module: nn.Module, plan: RulePlan, exchanged: Collection[str]
+    ) -> None:
         """Raise if an evaluation would apply factors to weights that are not at unit scale."""
         parameters = dict(module.named_parameters())
         fresh = [
             fqn
-            for fqn in self.find_exchanged(module, plan)
+            for fqn in exchanged
             if fqn in plan.parameters
             and plan.parameters[fqn].action == "scaled"
             and not is_at_unit_scale(plan.parameters[fqn].info, parameters[fqn])

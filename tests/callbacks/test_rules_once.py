@@ -407,3 +407,24 @@ def test_nothing_is_left_on_the_module_but_what_the_weights_are() -> None:
     fit(plain := seeded())
     assert set(vars(module)) - before == set(vars(plain)) - before
     assert steps_of(module) is None
+
+
+def test_the_plan_of_a_later_validation_leaves_the_graphs_of_training() -> None:
+    rewrites: list[list[int]] = []
+
+    class Counts(pl.Callback):
+        def count(self, module: pl.LightningModule) -> None:
+            graphs = steps_of(module).steps["training_step"].graphs  # type: ignore[union-attr]
+            rewrites.append([graph.num_rewrites for graph in graphs])
+
+        def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.count(pl_module)
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.count(pl_module)
+
+    trainer = trainer_with(
+        UnitScaleCallback("u-mup"), Counts(), max_epochs=2, num_sanity_val_steps=0
+    )
+    trainer.fit(Classifier(), loader(), loader())
+    assert rewrites and rewrites[0] and all(one == rewrites[0] for one in rewrites)
