@@ -91,7 +91,6 @@ class Again:
     scaled: tuple[tuple[int, int, bool, Tensor | float | None], ...]
     addends: list[int]  # positions of its addends
     unscaled: tuple[int, ...] = ()  # exponents of the results' factors
-    visits: Visits = field(default_factory=dict)  # of its calls, if it is a forward matmul
 
 
 class BackwardMatmul(NamedTuple):
@@ -280,8 +279,7 @@ def prepare_again(
     if placement not in matmul.again:
         if len(matmul.again) >= MAX_PLACEMENTS:
             matmul.again.clear()
-        matmul.again[placement] = again = _again(matmul, original, args)
-        again.visits = matmul.visits_of(placement)
+        matmul.again[placement] = _again(matmul, original, args)
 
 
 def _again(matmul: Matmul, original: Kernel, args: Sequence[Any]) -> Again:

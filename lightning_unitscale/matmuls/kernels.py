@@ -161,15 +161,15 @@ def matmul_kernel(rule: MatmulRule, original: Kernel) -> Kernel:
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args, frame)
         if session is None and node is None:
-            see_elsewhere(rule.operands_in(args))
-        if session is None and node is None and (waiting := waiting_session()) is not None:
             operands = rule.operands_in(args)
-            leave(operands)
-            result = run_inside(original, *args, **kwargs)
-            if waiting.counter is not None:
-                path, flops = waiting.sites.forward_run().path, rule.flops(args, result)
-                waiting.counter.add_with_gradients(path, "plain", _ELSEWHERE, flops, operands)
-            return result
+            see_elsewhere(operands)
+            if (waiting := waiting_session()) is not None:
+                leave(operands)
+                result = run_inside(original, *args, **kwargs)
+                if waiting.counter is not None:
+                    path, flops = waiting.sites.forward_run().path, rule.flops(args, result)
+                    waiting.counter.add_with_gradients(path, "plain", _ELSEWHERE, flops, operands)
+                return result
         if session is None or (frame is not None and caller() in OWN_CALLERS):
             return original(*args, **kwargs)
         with plain_functions():

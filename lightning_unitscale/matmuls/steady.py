@@ -134,8 +134,8 @@ def steady_forward(
     kind.count, kind.episode = index + 1, sites.episode
     if (key := latest_key(operands)) is not None:
         needs_gradient = [tensor.requires_grad for tensor in operands]
-        call = Call(matmul, placement, addresses, needs_gradient, again.visits)
-        record(key, session.ref, call)
+        visits = matmul.visits_of(placement)
+        record(key, session.ref, Call(matmul, placement, addresses, needs_gradient, visits))
     return again
 
 

@@ -185,10 +185,8 @@ def _structure_of(flow: Flow, prior: RulePlan, step: str) -> Structure:
 def _read_unscaled(fqn: str, node: fx.Node, step: str) -> CaptureError:
     line = line_of(node)
     place = "" if line is None else f" at {line[0]}:{line[1]}"
-    reads, advice = (
-        f"{op_name(node)} reads {fqn}{place}",
-        ("Register a rule for that operation, or name its function in replace="),
-    )
+    reads = f"{op_name(node)} reads {fqn}{place}"
+    advice = "Register a rule for that operation, or name its function in replace="
     if op_name(node) in _NUMBERS:
         reads = f"the step takes the numbers of {fqn} by .data or detach(){place}"
         advice = (

@@ -266,7 +266,7 @@ def _as_function(flow: Flow, root: fx.Node, nodes: list[fx.Node]) -> Elementwise
     return Elementwise(tuple(steps))
 
 
-# What Dynamo (2.13) adds to its form of ``.data = ...``.
+# Dynamo (2.13) adds this operation to a write through ``.data``.
 _LOWERED = "lower_version_count_by_1"
 _SAME = DATA_WRITES | {"detach", "get_data_attr", _LOWERED, "neg", "negative", "copy"}
 _SUMS = ADDS | SUBTRACTS | {"rsub"}
