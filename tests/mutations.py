@@ -166,8 +166,8 @@ MUTATIONS = (
     Mutation(
         "a compiled backward pass takes the units in force, not those of its forward pass",
         "matmuls/compiled_graphs.py",
-        "return GRAPHS[index].parts(factors, matmuls)",
-        "return GRAPHS[index].parts(GRAPHS[index].factors(factors.device), matmuls)",
+        "return GRAPHS[number].parts(factors, matmuls)",
+        "return GRAPHS[number].parts(GRAPHS[number].factors(factors.device), matmuls)",
         "matmuls/test_joint_units.py -k its_forward_pass",
     ),
     Mutation(
@@ -185,8 +185,15 @@ MUTATIONS = (
         "matmuls/test_compiled_looks.py -k measures",
     ),
     Mutation(
+        "a graph from Inductor's cache has the names of another model's modules",
+        "matmuls/cached_graphs.py",
+        "repr((root, paths, notes))",
+        "repr((root, notes))",
+        "matmuls/test_cached_graphs.py -k other_names",
+    ),
+    Mutation(
         "what else reads a gradient of a compiled graph reads it in its unit",
-        "matmuls/compiled_graphs.py",
+        "matmuls/compiled_matmuls.py",
         "return [*self.rule.exponents(units), *back]",
         "return [*self.rule.exponents(units), *(0 for _ in back)]",
         "matmuls/test_joint_units.py -k all_matmuls_in_units",
@@ -271,7 +278,7 @@ MUTATIONS = (
     Mutation(
         "what was compiled in a plain run stays without units",
         "matmuls/compiler_internals.py",
-        "if always or number != _NextGraph.number:",
+        "if always or not _Compiled.for_sessions.issuperset(range(_Compiled.first, number)):",
         "if always:",
         "matmuls/test_aot_pass.py -k compiled_before",
     ),

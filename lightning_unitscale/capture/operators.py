@@ -97,6 +97,10 @@ class MatmulRule:
             rule = _without_addends(rule)
         return rule
 
+    def mask_of(self, rule: MatmulRule) -> tuple[bool, ...] | None:
+        """Return the mask for which :meth:`reading` returned a rule; ``None`` without one."""
+        return next((mask for mask, found in self._masked.items() if found is rule), None)
+
     def multiplies(self, args: Arguments, kwargs: Mapping[str, Any]) -> bool:
         """Check that a call reads two operands. Sums, and calls with empty matrices, do not."""
         are_full = all(operand.numel() for operand in self.operands_in(args))

@@ -13,6 +13,7 @@ operands exist by then, and the gradient is measured once.
 from __future__ import annotations
 
 import functools
+import json
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -24,12 +25,9 @@ from torch import fx
 
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import MatmulRule
-from lightning_unitscale.matmuls.compiled_graphs import (
-    GRAPHS,
-    CompiledMatmul,
-    LookedAt,
-    PlainMatmul,
-)
+from lightning_unitscale.matmuls.cached_graphs import identity_of
+from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
+from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul, LookedAt, PlainMatmul
 from lightning_unitscale.matmuls.compiler_internals import InductorPass
 from lightning_unitscale.matmuls.joint_graphs import (
     MATMUL,
@@ -81,23 +79,25 @@ def finish_graph(graph: fx.Graph) -> None:
 
 
 PASSES = (
-    InductorPass("post_grad_custom_pre_pass", note_matmuls),
-    InductorPass("post_grad_custom_post_pass", finish_graph),
+    InductorPass("post_grad_custom_pre_pass", note_matmuls, identity_of),
+    InductorPass("post_grad_custom_post_pass", finish_graph, identity_of),
 )
 
 
 class _Finishing:
     """The rewriting of one graph."""
 
-    def __init__(self, graph: fx.Graph, index: int, known: list[_NotedMatmul]) -> None:
+    def __init__(self, graph: fx.Graph, number: int, known: list[_NotedMatmul]) -> None:
         self._graph = graph
-        self._index = index
+        self._number = number
+        self._compiled = GRAPHS[number]
+        _, self._text = self._compiled.describe()
         self._known = known
         self._scaling = Scaling(graph)
 
     def run(self) -> None:
         """Rewrite the graph."""
-        matmuls = GRAPHS[self._index].matmuls
+        matmuls = self._compiled.matmuls
         found = []
         for node in list(self._graph.nodes):
             rule = matmul_rule_of(node)
@@ -111,7 +111,8 @@ class _Finishing:
         first = first_operation(self._graph)
         new = self._scaling.new
         with self._graph.inserting_before(first):
-            order = new(_OURS.compiled_order.default, self._index, device, is_backward)
+            args = (self._number, self._text, device, is_backward)
+            order = new(_OURS.compiled_order.default, *args)
         looked_at = []
         for node, rule, index in found:
             matmul = matmuls[index]
@@ -125,10 +126,8 @@ class _Finishing:
                 site = matmul.forward
             looked_at.append(FoundMatmul(node, index, site, reads))
         for look in looks_of(self._graph, looked_at, is_backward=is_backward):
-            looks = GRAPHS[self._index].looks
             with self._graph.inserting_before(look.before):
-                new(_OURS.look.default, look.tensors, order, self._index, len(looks))
-            looks.append(tuple(look.matmuls))
+                new(_OURS.look.default, look.tensors, order, self._number, look.text)
 
     def _find_factors(self, first: fx.Node, device: torch.device, is_backward: bool) -> None:
         if self._scaling.parts is not None:
@@ -138,13 +137,14 @@ class _Finishing:
             self._scaling.parts = node
             return
         with self._graph.inserting_before(first):
-            factors = new(_OURS.compiled_factors.default, self._index, device, is_backward)
-            self._scaling.parts = new(parts_of, factors, None, self._index, [])
+            args = (self._number, self._text, device, is_backward)
+            factors = new(_OURS.compiled_factors.default, *args)
+            self._scaling.parts = new(parts_of, factors, None, self._number, [])
 
     def _found(self, rule: MatmulRule | None, node: fx.Node) -> int | None:
         """Return the index of a node's matmul, which Inductor renames when it fuses a sum."""
         if MATMUL in node.meta:
-            matmul = GRAPHS[self._index].matmuls[node.meta[MATMUL][1]]
+            matmul = self._compiled.matmuls[node.meta[MATMUL][1]]
             # A node may have inherited the ``meta`` of the node that it was made from.
             if isinstance(matmul, PlainMatmul) and matmul.operator == str(node.target):
                 return node.meta[MATMUL][1]
@@ -209,6 +209,11 @@ class Look:
         where = tuple((self._position(node), in_units) for node, in_units in reads)
         self.matmuls.append(LookedAt(matmul.index, where))
         return True
+
+    @property
+    def text(self) -> str:
+        """Return the text of what is measured, from which :meth:`CompiledGraph.look` reads it."""
+        return json.dumps([(one.index, one.reads) for one in self.matmuls])
 
     def _position(self, node: fx.Node) -> int:
         position = self._positions.setdefault(_whole(node), len(self.tensors))

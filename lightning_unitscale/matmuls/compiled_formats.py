@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.compiling import define_operator
+from lightning_unitscale.matmuls.cached_graphs import identity_of
 from lightning_unitscale.matmuls.calls import CALLS, Call, record
 from lightning_unitscale.matmuls.compiled_fp8 import (
     OUTSIDE,
@@ -33,7 +34,7 @@ from lightning_unitscale.matmuls.compiled_fp8 import (
     modes_of,
     numbers_of,
 )
-from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
+from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns, note_caller
 from lightning_unitscale.matmuls.compiler_internals import InductorPass, guard_by, note_strides
 from lightning_unitscale.matmuls.execute import forget_copy
 from lightning_unitscale.matmuls.fp8_linear import Mode, is_weight
@@ -117,7 +118,7 @@ class RoundedGraph(GraphRuns):
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
         """Begin a run, and return its number; ``_NOBODY`` if it belongs to no session."""
-        self.note_caller(is_backward=False)
+        note_caller()
         run = self.begin_run()
         if run is None:
             return _NOBODY
@@ -147,7 +148,7 @@ class RoundedGraph(GraphRuns):
         """Run a matmul."""
         matmul = self.matmuls[index]
         if matmul.is_backward:
-            self.note_caller(is_backward=True)
+            note_caller()
         args, kwargs = matmul.arguments(tensors, sizes)
         # Within one autograd node, another tensor may use the memory of a gradient by now.
         forget_copy()
@@ -234,7 +235,7 @@ def _round(graph: fx.Graph) -> None:
         FormatsInGraph(graph, session).run()
 
 
-PASS = InductorPass("joint_custom_pre_pass", _round)
+PASS = InductorPass("joint_custom_pre_pass", _round, identity_of)
 
 
 class FormatsInGraph:

@@ -3,10 +3,15 @@
 An operator without inputs returns a graph's factors in one tensor in each run. Inductor cannot
 fold it, and new units need no recompilation. The tensor is saved for the backward pass, because
 some of its operands were divided by the units of the forward pass.
+
+Inductor caches compiled code on disk. So the first operator of each run contains the description
+of the graph's matmuls, from which another process makes the graph's object.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,90 +23,20 @@ from torch import Tensor
 
 from lightning_unitscale.capture.operators import COMPILED_BEFORE
 from lightning_unitscale.compiling import define_operator
-from lightning_unitscale.functional.scale import LARGEST_LOG2
-from lightning_unitscale.matmuls.calls import slot_of
-from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns
+from lightning_unitscale.matmuls.compiled_matmuls import (
+    CompiledMatmul,
+    LookedAt,
+    PlainMatmul,
+    matmul_of,
+    row_of,
+)
+from lightning_unitscale.matmuls.compiled_runs import GraphRun, GraphRuns, note_caller
 from lightning_unitscale.matmuls.coverage import Kind
-from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Site
+from lightning_unitscale.matmuls.measurement import Extent
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.torch_internals import current_node
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
-
-
-@dataclass(eq=False)
-class CompiledMatmul(GraphMatmul):
-    """A scaled matmul of a graph."""
-
-    dtype: torch.dtype  # of its operands
-    start: int = 0  # index of its first factor among those of the graph
-    is_scaled: bool = False  # already in the joint graph
-    # The matmuls of its site in this graph, itself included.
-    kin: list[CompiledMatmul] = field(default_factory=list)
-
-    @property
-    def slot(self) -> str:
-        """Return ``"forward"``, or the name of its backward matmul."""
-        return slot_of(self.sources) if self.is_backward else FORWARD
-
-    @property
-    def num_factors(self) -> int:
-        """Return the number of its factors: its rule's, and one to undo a gradient's unit."""
-        return self.rule.num_factors + (None in self.sources)
-
-    @property
-    def names(self) -> tuple[tuple[int, int | None], ...]:
-        """Return the names that distinguish its operands' units within its graph."""
-        return tuple((self.forward, source) for source in self.sources)
-
-    def stays(self, operand: int) -> bool:
-        """Check whether an operand stays unscaled."""
-        # The temperature of an attention is a constant in the graph and cannot absorb a unit.
-        return self.rule.temperature is not None and self.rule.temperature[operand] != 0
-
-    def known(self, site: Site) -> tuple[int | None, ...]:
-        """Return the exponents of its operands' units; ``None`` until they are measured."""
-        return tuple(site.log2_gamma if k is None else site.log2_units[k] for k in self.sources)
-
-    def why_plain(self, site: Site) -> str:
-        """Return why it runs unscaled with the units in force; empty if it runs scaled."""
-        # Matmuls of a site share scaled copies, so all of them run scaled or none does.
-        reasons = list(site.plain.values())
-        if any(
-            abs(exponent) > LARGEST_LOG2 for kin in self.kin for exponent in kin._exponents(site)
-        ):
-            reasons.append(f"a factor beyond 2**{LARGEST_LOG2} or its inverse, in a compiled graph")
-        return reasons[0] if reasons else ""
-
-    def exponents(self, site: Site) -> list[int]:
-        """Return the exponents of its factors."""
-        return [0] * self.num_factors if self.why_plain(site) else self._exponents(site)
-
-    def _exponents(self, site: Site) -> list[int]:
-        known = enumerate(self.known(site))
-        units = tuple(0 if self.stays(index) else unit or 0 for index, unit in known)
-        back = [units[index] for index, source in enumerate(self.sources) if source is None]
-        return [*self.rule.exponents(units), *back]
-
-
-@dataclass(frozen=True)
-class PlainMatmul:
-    """An unscaled matmul of a compiled graph."""
-
-    operator: str  # its name
-    module: str  # path of its module
-    reason: str  # why it is unscaled
-    flops: int
-
-
-@dataclass(frozen=True)
-class LookedAt:
-    """A matmul that is measured together with others."""
-
-    index: int  # in its graph
-    # For each operand and addend: its index among the measured tensors, and whether that tensor
-    # is scaled.
-    reads: tuple[tuple[int, bool], ...]
 
 
 @dataclass(eq=False)
@@ -138,14 +73,15 @@ class _Now(threading.local):
 class CompiledGraph(GraphRuns):
     """The matmuls of one compiled graph and their factors."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, code: str = "") -> None:
         super().__init__(root)
+        self._code = code  # of the graph, by which graphs with equal matmuls differ
         self.matmuls: list[CompiledMatmul | PlainMatmul] = []
         self.num_factors = 0
         # Of some matmuls: their first factor, the sizes of all from there, and which are theirs.
         self._layouts: dict[tuple[int, ...], tuple[int, list[int], list[int]]] = {}
-        # The matmuls that are measured together.
-        self.looks: list[tuple[LookedAt, ...]] = []
+        # The matmuls that are measured together, by their text.
+        self.looks: dict[str, tuple[LookedAt, ...]] = {}
         # By the sites of a session, since several blocks of a model may share the graph.
         self._factors: WeakKeyDictionary[MatmulSession, dict[tuple[int, ...], _UnitFactors]]
         self._factors = WeakKeyDictionary()
@@ -164,6 +100,13 @@ class CompiledGraph(GraphRuns):
             self.num_factors += matmul.num_factors
         self.matmuls.append(matmul)
         self._layouts.clear()
+
+    def describe(self) -> tuple[int, str]:
+        """Return a number for the graph and its matmuls, and the text that describes them."""
+        rows = [row_of(matmul) for matmul in self.matmuls]
+        text = json.dumps({"root": self._root, "code": self._code, "matmuls": rows})
+        digest = hashlib.sha256(text.encode()).digest()
+        return int.from_bytes(digest[:7], "big"), text
 
     def begin(self, operator: str) -> _UnitFactors:
         """Fix the units in force for a run of the forward graph and for its backward pass."""
@@ -206,7 +149,7 @@ class CompiledGraph(GraphRuns):
 
     def factors(self, device: torch.device, *, is_backward: bool) -> Tensor:
         """Return all factors of the run that begins, FP32 of shape ``(factors,)``."""
-        self.note_caller(is_backward=is_backward)
+        note_caller()
         if is_backward:
             run = self.resume()
             factors = _UnitFactors([0] * self.num_factors if run is None else run.exponents)
@@ -235,7 +178,7 @@ class CompiledGraph(GraphRuns):
         torch.split_with_sizes_copy(factors.narrow(0, start, sum(sizes)), sizes, out=parts)
         return [parts[position] for position in positions]
 
-    def look(self, tensors: Sequence[Tensor], index: int) -> None:
+    def look(self, tensors: Sequence[Tensor], text: str) -> None:
         """Count matmuls, and measure their operands and addends."""
         run = self._now.run
         session = None if run is None else run.session()
@@ -245,7 +188,9 @@ class CompiledGraph(GraphRuns):
             return
         # Keyed by the tensor's index and the exponent of its unit.
         extents: dict[tuple[int, int], Extent] = {}
-        for looked_at in self.looks[index]:
+        if text not in self.looks:
+            self.looks[text] = tuple(LookedAt(*row) for row in json.loads(text))
+        for looked_at in self.looks[text]:
             matmul = self.matmuls[looked_at.index]
             if isinstance(matmul, PlainMatmul):
                 if session.counter is not None:
@@ -287,28 +232,44 @@ class CompiledGraph(GraphRuns):
         session.units.measure(site, matmul.slot, names, known, matmul.dtype, extent_of, num_addends)
 
 
-GRAPHS: list[CompiledGraph] = []
+# By the number of :meth:`CompiledGraph.describe`.
+GRAPHS: dict[int, CompiledGraph] = {}
+
+
+def _graph(number: int, text: str) -> CompiledGraph:
+    """Return a graph, which another process may have compiled."""
+    if (graph := GRAPHS.get(number)) is None:
+        content = json.loads(text)
+        graph = CompiledGraph(content["root"], content["code"])
+        for index, row in enumerate(content["matmuls"]):
+            graph.add(matmul_of(row, index))
+        graph = GRAPHS.setdefault(number, graph)
+    return graph
+
+
+def _factors(number: int, text: str, device: torch.device, is_backward: bool) -> Tensor:
+    return _graph(number, text).factors(device, is_backward=is_backward)
 
 
 def _parts(
-    factors: Tensor, gradient: Tensor | None, index: int, matmuls: list[int]
+    factors: Tensor, gradient: Tensor | None, number: int, matmuls: list[int]
 ) -> list[Tensor]:
-    GRAPHS[index].note_caller(is_backward=gradient is not None)
-    return GRAPHS[index].parts(factors, matmuls)
+    note_caller()
+    return GRAPHS[number].parts(factors, matmuls)
 
 
-def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
-    graph = GRAPHS[index]
+def _order(number: int, text: str, device: torch.device, is_backward: bool) -> Tensor:
+    graph = _graph(number, text)
     # Matmuls may be measured before any of them reads a factor.
     graph.resume() if is_backward else graph.begin("compiled_order")
-    graph.note_caller(is_backward=is_backward)
+    note_caller()
     return torch.zeros(1, device=device)
 
 
 define_operator(
-    "compiled_factors(int graph, Device device, bool is_backward) -> Tensor",
-    lambda graph, device, is_backward: GRAPHS[graph].factors(device, is_backward=is_backward),
-    lambda graph, device, is_backward: torch.empty(GRAPHS[graph].num_factors, device=device),
+    "compiled_factors(int graph, str matmuls, Device device, bool is_backward) -> Tensor",
+    _factors,
+    lambda graph, text, device, _: torch.empty(_graph(graph, text).num_factors, device=device),
     torch.Tag.cudagraph_unsafe,
 )
 define_operator(
@@ -320,15 +281,15 @@ define_operator(
     torch.Tag.flexible_layout,
 )
 define_operator(
-    "compiled_order(int graph, Device device, bool is_backward) -> Tensor",
+    "compiled_order(int graph, str matmuls, Device device, bool is_backward) -> Tensor",
     _order,
-    lambda graph, device, is_backward: torch.empty(1, device=device),
+    lambda graph, text, device, is_backward: torch.empty(1, device=device),
     torch.Tag.cudagraph_unsafe,
 )
 define_operator(
     # It writes nothing. The declared mutation keeps Inductor from removing the call.
-    "look(Tensor[] tensors, Tensor(a!) order, int graph, int look) -> ()",
-    lambda tensors, order, graph, look: GRAPHS[graph].look(tensors, look),
+    "look(Tensor[] tensors, Tensor(a!) order, int graph, str matmuls) -> ()",
+    lambda tensors, order, graph, text: GRAPHS[graph].look(tensors, text),
     nothing,
     torch.Tag.cudagraph_unsafe,
     torch.Tag.flexible_layout,

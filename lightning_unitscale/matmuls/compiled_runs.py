@@ -8,6 +8,7 @@ matmuls, as eager mode does. A backward pass finds its forward run by its autogr
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Container
@@ -23,7 +24,12 @@ from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.owners import running_session
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.sites import Key, frames
-from lightning_unitscale.matmuls.torch_internals import MODULE_CALL, OPERATOR_CALL, current_node
+from lightning_unitscale.matmuls.torch_internals import (
+    ENGINE,
+    MODULE_CALL,
+    OPERATOR_CALL,
+    current_node,
+)
 
 # Runs have numbers. A graph has fewer matmuls than the distance between two runs' numbers.
 MAX_MATMULS = 2**16
@@ -83,15 +89,6 @@ class GraphRuns:
         # The keys of its matmuls and the names of their operands, below each module that calls it.
         self._named: dict[str, list[tuple[Key, tuple[str, ...]]]] = {}
         self._of_node: dict[NodeKey, GraphRun] = {}
-        # Two flags: the callers of the forward and of the backward graph are registered.
-        self._are_known = [False, False]
-
-    def note_caller(self, *, is_backward: bool) -> None:
-        """Register the calling graph as one of ours."""
-        if not self._are_known[is_backward]:
-            # Another thread may run the graph meanwhile, so register it before setting the flag.
-            _mark_caller()
-            self._are_known[is_backward] = True
 
     def add_names(self, matmul: GraphMatmul) -> None:
         """Record the names of a forward matmul."""
@@ -177,21 +174,28 @@ def caller() -> str | None:
     return "ours" if id(frame.f_locals["self"]) in _OURS else "another"
 
 
-def _mark_caller() -> None:
-    found = codes()
-    calling = None if found is None else _calling_frame(found[:1])
-    if calling is None:
+def note_caller() -> None:
+    """Register the compiled graph that calls one of our operators as one of ours."""
+    # Inductor's caches give the code of one graph to others, so look at both in each run.
+    if (found := codes()) is None:
         return
-    graph = calling.f_locals["self"]
+    frame: FrameType | None = sys._getframe(1)
+    calling = None
+    while frame is not None and frame.f_code is not found[0]:
+        if frame.f_code is MODULE_CALL or frame.f_code is ENGINE:
+            return
+        if frame.f_code is OPERATOR_CALL:
+            # In the first run torch checks what operators do, and calls them twice.
+            calling = frame.f_back
+        frame = frame.f_back
+    if frame is None:
+        return
+    graph = frame.f_locals["self"]
     _OURS[id(graph)] = graph
-    within = itertools.takewhile(lambda frame: frame is not calling, frames())
-    # In the first run torch checks what operators do and calls them twice.
-    for frame in [frame for frame in within if frame.f_code is OPERATOR_CALL][-1:]:
-        assert frame.f_back is not None
-        code = frame.f_back.f_code
+    if calling is not None and id(code := calling.f_code) not in _CODE:
         _CODE.add(id(code))
         weakref.finalize(code, _CODE.discard, id(code)).atexit = False
-        pass_by_overrides(frame.f_back.f_globals)
+        pass_by_overrides(calling.f_globals)
 
 
 def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:

@@ -8,9 +8,11 @@
 - ``post_grad_custom_pre_pass`` and ``post_grad_custom_post_pass`` run on the forward and on the
   backward graph, before and after Inductor decides whether to fuse a matmul and a sum. Its
   decisions should be those for an unscaled graph.
-- A pass without a ``uuid`` disables both of Inductor's caches, so a rewritten graph is never
-  shared and a rewrite is never skipped.
-- AOTAutograd numbers its graphs with ``AOT_COUNTER``.
+- The keys of AOTAutograd's cache and of Inductor's contain the ``uuid`` of each pass. A pass whose
+  ``uuid`` is ``None`` disables both. It is asked for within functions that have the graph to look
+  up as ``gm``: Dynamo's graph for the first cache, with an object that has ``aot_config`` as
+  ``self``, and the graph of one pass for the second. A graph from a cache skips all passes.
+- AOTAutograd numbers its graphs with ``AOT_COUNTER``, and keeps the number as ``aot_id``.
 - A frame of ``CompiledFxGraph.__call__`` identifies the graph that calls a kernel. A frame of
   ``_compile_fx_inner`` means that Inductor benchmarks kernels.
 - The caller of ``OpOverload.__call__`` is a graph's generated code. It calls ``mm`` and similar
@@ -28,10 +30,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType, MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -90,12 +92,22 @@ _BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(
 )
 
 
+# The number of nested calls from making a key of a cache to asking a pass for its uuid, and more.
+_MAX_CALLERS = 16
+
+
 class InductorPass(CustomGraphPass):
     """An Inductor pass that runs after the user's own passes."""
 
-    def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
+    def __init__(
+        self,
+        setting: str,
+        rewrite: Callable[[fx.Graph], None],
+        identity_of: Callable[[fx.Graph], str | None] = lambda _: None,
+    ) -> None:
         self._setting = setting
         self._rewrite = rewrite
+        self._identity_of = identity_of  # whatever a rewrite depends on besides the graph's code
         self._before: Any = None
         # A pass that the user set meanwhile, or a ``config.patch``, may keep it after removal.
         self._is_installed = False
@@ -118,17 +130,48 @@ class InductorPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the user's own passes, then this one while it is installed."""
-        before = _BEFORE.get().get(self._setting, self._before)
-        for user_pass in before if isinstance(before, (list, tuple)) else [before]:
-            if user_pass is not None:
-                user_pass(graph)
+        for user_pass in self._users():
+            user_pass(graph)
         if self._is_installed:
             self._rewrite(graph)
         else:  # it was removed on another thread
             self.remove()
 
-    def uuid(self) -> None:
-        """Return ``None``, which disables caching."""
+    def uuid(self) -> tuple[Any, ...] | None:
+        """Return what identifies the rewrite of the graph to look up; ``None`` to cache nothing."""
+        graph = graph_to_look_up()
+        own = None if graph is None else self._identity_of(graph)
+        others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._users()]
+        return None if own is None or None in others else (own, self._is_installed, *others)
+
+    def _users(self) -> Sequence[Any]:
+        before = _BEFORE.get().get(self._setting, self._before)
+        passes = before if isinstance(before, (list, tuple)) else [before]
+        return [user_pass for user_pass in passes if user_pass is not None]
+
+
+def graph_to_look_up() -> fx.Graph | None:
+    """Return the graph whose key for a cache is being made, or ``None``."""
+    for frame in _callers():
+        found = frame.f_locals.get("gm")
+        if isinstance(found, fx.GraphModule):
+            return found.graph
+    return None
+
+
+def number_to_look_up() -> int | None:
+    """Return the number of AOTAutograd's graph whose key is being made, or ``None``."""
+    configs = (getattr(frame.f_locals.get("self"), "aot_config", None) for frame in _callers())
+    return next((config.aot_id for config in configs if config is not None), None)
+
+
+def _callers() -> Iterator[FrameType]:
+    """Yield the nearest frames, of which the functions that make a key are some."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_CALLERS):
+        if frame is not None:
+            yield frame
+            frame = frame.f_back
 
 
 def guard_by(check: Callable[[], bool], text: str) -> bool:
@@ -148,15 +191,17 @@ def guard_by(check: Callable[[], bool], text: str) -> bool:
     return True
 
 
-class _NextGraph:
-    """The next graph's number, provided that Dynamo holds only graphs of sessions."""
+class _Compiled:
+    """The graphs since the last reset of Dynamo that were compiled for sessions, by number."""
 
-    number = 0
+    first = 0
+    for_sessions: ClassVar[set[int]] = set()
 
 
-def note_compiled() -> None:
-    """Record that a graph is being compiled for a session."""
-    _NextGraph.number += 1
+def note_compiled(number: int | None = None) -> None:
+    """Record that a graph is compiled for a session, or found in a cache: by default the latest."""
+    latest = int(repr(AOT_COUNTER).strip("count()")) - 1
+    _Compiled.for_sessions.add(latest if number is None else number)
 
 
 def forget_others(*, always: bool) -> None:
@@ -165,9 +210,10 @@ def forget_others(*, always: bool) -> None:
     # A graph from an ordinary run lacks our operators, and a later session would run it unscaled.
     # A graph of another session serves this one as well.
     number = next(AOT_COUNTER)
-    if always or number != _NextGraph.number:
+    if always or not _Compiled.for_sessions.issuperset(range(_Compiled.first, number)):
         torch.compiler.reset()
-    _NextGraph.number = number + 1
+    _Compiled.first = number + 1
+    _Compiled.for_sessions.clear()
 
 
 def is_of_backward(node: fx.Node) -> bool:

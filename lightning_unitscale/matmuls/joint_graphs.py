@@ -14,6 +14,7 @@ from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, MatmulNames
 from lightning_unitscale.matmuls.compiler_internals import is_of_backward
 from lightning_unitscale.matmuls.execute import least_size
 from lightning_unitscale.matmuls.session import MatmulSession
+from lightning_unitscale.matmuls.sites import Sites
 from lightning_unitscale.matmuls.torch_internals import current_node, fake_mode_of
 from lightning_unitscale.memory.costs import concrete
 
@@ -111,12 +112,17 @@ class JointMatmuls:
 
     def path_of(self, node: fx.Node) -> str:
         """Return the path of the module that a node belongs to."""
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        for key in reversed(list(stack)):
-            path = self._session.sites.path_of(int(str(key).partition("@")[0]))
-            if path is not None:
-                return path
-        return self.root
+        return path_of(node, self._session.sites, self.root)
+
+
+def path_of(node: fx.Node, sites: Sites, root: str) -> str:
+    """Return the path of the module that a node belongs to, by default ``root``."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for key in reversed(list(stack)):
+        path = sites.path_of(int(str(key).partition("@")[0]))
+        if path is not None:
+            return path
+    return root
 
 
 def matmul_rule_of(node: fx.Node) -> MatmulRule | None:

@@ -8,6 +8,7 @@ its forward pass. On a CPU a gradient is written only scaled if its other reader
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,12 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import UNREACHED, MatmulRule
 from lightning_unitscale.compiling import compiles_frame
-from lightning_unitscale.matmuls.compiled_graphs import (
-    GRAPHS,
-    CompiledGraph,
-    CompiledMatmul,
-    PlainMatmul,
-)
+from lightning_unitscale.matmuls.cached_graphs import identity_of
+from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledGraph
+from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul, PlainMatmul
 from lightning_unitscale.matmuls.compiler_internals import InductorPass, note_compiled
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
@@ -67,7 +65,7 @@ def _give_units(graph: fx.Graph) -> None:
         UnitsInGraph(graph, session).run()
 
 
-PASS = InductorPass("joint_custom_post_pass", _give_units)
+PASS = InductorPass("joint_custom_post_pass", _give_units, identity_of)
 
 
 class UnitsInGraph:
@@ -78,37 +76,39 @@ class UnitsInGraph:
         self._session = session
         self._is_fused = is_fused
         self._matmuls = JointMatmuls(graph, session, guesses=True)
-        self._compiled = CompiledGraph(self._matmuls.root)
-        self._index = len(GRAPHS)
+        code = hashlib.sha256(str(graph).encode()).hexdigest()
+        self._compiled = CompiledGraph(self._matmuls.root, code)
 
     def run(self) -> None:
         """Rewrite the graph."""
-        found = []
+        found: dict[fx.Node, int] = {}
+        left: dict[fx.Node, int] = {}
         for node in list(self._graph.nodes):
             rule, unreached = matmul_rule_of(node), _UNREACHED.get(str(node.target))
+            number = len(self._compiled.matmuls)
             has_one = self._is_fused and rule is not None and _reads_one_channel(rule, node)
             if rule is not None and not (self._session.numerics or has_one):
-                matmul = self._matmuls.describe(node, rule, len(self._compiled.matmuls))
+                matmul = self._matmuls.describe(node, rule, number)
                 dtype = value_of(rule.operands_in(node.args)[0]).dtype
-                matmul = CompiledMatmul(**vars(matmul), dtype=dtype)
-                self._add(node, matmul)
-                found.append((node, matmul))
-            elif node.op == "call_function" and (left := rule or unreached) is not None:
+                self._compiled.add(CompiledMatmul(**vars(matmul), dtype=dtype))
+                found[node] = number
+            elif node.op == "call_function" and (plain := rule or unreached) is not None:
                 reason = _ONE_CHANNEL if has_one else _NUMBER
                 reason = reason if unreached is None else unreached.reason
-                path, flops = self._matmuls.path_of(node), flops_of(left, node)
-                self._add(node, PlainMatmul(str(node.target), path, reason, flops))
+                path, flops = self._matmuls.path_of(node), flops_of(plain, node)
+                self._compiled.add(PlainMatmul(str(node.target), path, reason, flops))
+                left[node] = number
         if not self._compiled.matmuls:
             return
-        GRAPHS.append(self._compiled)
+        key, text = self._compiled.describe()
+        # Another thread, or this one before a reset of Dynamo, may have compiled the same graph.
+        matmuls: Any = GRAPHS.setdefault(key, self._compiled).matmuls
+        for node, number in (found | left).items():
+            node.meta[MATMUL] = key, number
         if found:
-            self._rewrite(found)
+            self._rewrite([(node, matmuls[number]) for node, number in found.items()], key, text)
 
-    def _add(self, node: fx.Node, matmul: CompiledMatmul | PlainMatmul) -> None:
-        node.meta[MATMUL] = self._index, len(self._compiled.matmuls)
-        self._compiled.add(matmul)
-
-    def _rewrite(self, found: list[tuple[fx.Node, CompiledMatmul]]) -> None:
+    def _rewrite(self, found: list[tuple[fx.Node, CompiledMatmul]], key: int, text: str) -> None:
         device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
         in_units = {
             node
@@ -121,13 +121,13 @@ class UnitsInGraph:
         backward = Scaling(self._graph, forward.copies, fused)
         tangents = [n for n in tangents_of(self._graph) if isinstance(value_of(n), Tensor)]
         with self._graph.inserting_before(first_operation(self._graph)):
-            factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
+            factors = forward.new(_OURS.compiled_factors.default, key, text, device, False)
             # Recomputed in the backward graph, they would be the factors of another run.
             factors.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
             parts_of = _OURS.parts_of_factors.default
-            forward.parts = forward.new(parts_of, factors, None, self._index, [])
+            forward.parts = forward.new(parts_of, factors, None, key, [])
             if tangents:
-                backward.parts = backward.new(parts_of, factors, tangents[0], self._index, [])
+                backward.parts = backward.new(parts_of, factors, tangents[0], key, [])
         for node, matmul in found:
             matmul.is_scaled = node in in_units
             if matmul.is_scaled:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_unitscale.matmuls import kernels
-from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledMatmul
+from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
+from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.measurement import FORWARD, Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
@@ -106,11 +107,13 @@ def test_what_is_measured_is_what_eager_mode_measures() -> None:
     assert extents(found) == {
         matmul: pytest.approx(numbers, rel=1e-3) for matmul, numbers in extents(expected).items()
     }
-    (graph,) = GRAPHS[before:]
+    (graph,) = list(GRAPHS.values())[before:]
     matmuls = [matmul for matmul in graph.matmuls if isinstance(matmul, CompiledMatmul)]
-    assert sorted(one.index for look in graph.looks for one in look) == [*range(len(matmuls))]
+    assert sorted(one.index for look in graph.looks.values() for one in look) == [
+        *range(len(matmuls))
+    ]
     # All of the forward pass at once, and in the backward pass one for each site.
-    slots = [{matmuls[one.index].slot for one in look} for look in graph.looks]
+    slots = [{matmuls[one.index].slot for one in look} for look in graph.looks.values()]
     assert len(slots) == 1 + 2
     assert [FORWARD in of_look for of_look in slots].count(True) == 1
 

@@ -16,7 +16,8 @@ from torch.func import functional_call, grad, vmap
 
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls import execute, kernels
-from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledMatmul
+from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
+from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul
 from lightning_unitscale.matmuls.measurement import Extent
 from tests.callbacks.runs import QUIET
 from tests.capture.test_operators import CONVOLUTION, GARBAGE, MASKS, randn
@@ -333,7 +334,9 @@ def test_compiled(name: str, options: Any) -> None:
         assert other.explain() == callback.explain()
     assert callback.coverage.fraction_of_flops("units", "format") == 1.0
     if name == "first" and not options:
-        matmuls = [p for graph in GRAPHS for p in graph.matmuls if isinstance(p, CompiledMatmul)]
+        matmuls = [
+            p for graph in GRAPHS.values() for p in graph.matmuls if isinstance(p, CompiledMatmul)
+        ]
         of_first = [
             matmul for matmul in matmuls if matmul.matmul_names.path.startswith("net.first")
         ]
