@@ -19,7 +19,8 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from lightning_unitscale import UnitScaleCallback, attach
-from lightning_unitscale.matmuls import cached_graphs, compiled_graphs
+from lightning_unitscale.matmuls import cached_graphs
+from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
 from lightning_unitscale.matmuls.gauge import Gauge
 
 pytestmark = pytest.mark.slow  # Inductor compiles C++
@@ -126,27 +127,20 @@ def same_bits(one: Trained, other: Trained) -> bool:
     return one.losses == other.losses and all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.fixture
-def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def forget() -> None:
     """Forget what this process knows of compiled graphs, but not the caches on disk."""
-
-    def forget() -> None:
-        monkeypatch.setattr(compiled_graphs, "GRAPHS", {})
-
-    return forget
+    GRAPHS.clear()
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_cached_graph_has_its_units_and_names(
-    breaks: bool, new_process: Callable[[], None]
-) -> None:
+def test_a_cached_graph_has_its_units_and_names(breaks: bool) -> None:
     def make() -> Net:
         return Net(breaks=breaks)
 
     plain = Trained(make, None)
     eager = Trained(make, UnitScaleCallback(), compiles=False)
     first = Trained(make, UnitScaleCallback())
-    new_process()
+    forget()
     again = Trained(make, UnitScaleCallback())
     # Graphs with the same code, one for each part, have names of their own.
     assert first.hits == 0
@@ -159,13 +153,11 @@ def test_a_cached_graph_has_its_units_and_names(
     assert again.explanation == first.explanation
 
 
-def test_other_names_and_plain_runs_have_graphs_of_their_own(
-    new_process: Callable[[], None],
-) -> None:
+def test_other_names_and_plain_runs_have_graphs_of_their_own() -> None:
     plain = Trained(Net, None)
     scaled = Trained(Net, UnitScaleCallback())
     assert scaled.all_hits == 0
-    new_process()
+    forget()
     renamed = Trained(lambda: Net("one", "two"), UnitScaleCallback())
     assert renamed.hits == 0
     names = {name.replace("first", "one").replace("second", "two") for name in scaled.named}
@@ -175,15 +167,15 @@ def test_other_names_and_plain_runs_have_graphs_of_their_own(
     assert same_bits(again, plain)
     # A plain graph that is compiled while another module has a session.
     beside = attach(nn.Linear(2, 2), callbacks=UnitScaleCallback())
-    num_graphs = len(compiled_graphs.GRAPHS)
+    num_graphs = len(GRAPHS)
     assert same_bits(Trained(Net, None), plain)
-    assert len(compiled_graphs.GRAPHS) == num_graphs
+    assert len(GRAPHS) == num_graphs
     beside.detach()
 
 
-def test_rounded_graphs_are_not_cached(new_process: Callable[[], None]) -> None:
+def test_rounded_graphs_are_not_cached() -> None:
     first = Trained(Small, UnitScaleCallback(simulate="fp8"))
-    new_process()
+    forget()
     again = Trained(Small, UnitScaleCallback(simulate="fp8"))
     assert again.all_hits == 0
     assert same_bits(again, first)
@@ -206,11 +198,9 @@ class Pass(CustomGraphPass):
         return self._identity
 
 
-def test_a_pass_of_the_user_decides_too(
-    new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_of_the_user_decides_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def hits(identity: str | None) -> int:
-        new_process()
+        forget()
         with config.patch(joint_custom_post_pass=Pass(identity)):
             return Trained(Small, UnitScaleCallback()).hits
 
@@ -220,13 +210,13 @@ def test_a_pass_of_the_user_decides_too(
     assert hits("one") == 0
 
 
-def test_a_graph_from_a_cache_serves_the_next_session(new_process: Callable[[], None]) -> None:
+def test_a_graph_from_a_cache_serves_the_next_session() -> None:
     net, x = Small(), torch.randn(4, 8, 8)
     net.compile()
     losses = []
     for _ in range(3):
         if len(losses) == 1:
-            new_process()
+            forget()
             torch._dynamo.reset()
             counters.clear()
         attached = attach(net, callbacks=UnitScaleCallback())
