@@ -142,7 +142,9 @@ class InductorPass(CustomGraphPass):
         graph = graph_to_look_up()
         own = None if graph is None else self._identity_of(graph)
         others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._users()]
-        return None if own is None or None in others else (own, self._is_installed, *others)
+        if own is None or None in others:
+            return None
+        return own, self._is_installed, tuple(_WHOLE), *others
 
     def _users(self) -> Sequence[Any]:
         before = _BEFORE.get().get(self._setting, self._before)
@@ -227,9 +229,14 @@ def note_strides(node: fx.Node, args: Any) -> None:
     node.meta["eager_input_vals"] = (args, {})
 
 
+# The operators that Inductor does not decompose now, which a key of its caches must contain.
+_WHOLE: list[tuple[str, ...]] = []
+
+
 def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
     """Stop Inductor from decomposing some operators of aten, until the result is called."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    whole = tuple(operators)
 
     def take(_: Any = None) -> None:
         if taken:
@@ -243,6 +250,7 @@ def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
         taken.extend(
             (table, {op: table.pop(op) for op in overloads if op in table}) for table in tables
         )
+        _WHOLE.append(whole)
 
     def put_back() -> None:
         # A reset of Dynamo may have removed the callback.
@@ -250,6 +258,8 @@ def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
             callback_handler.remove_start_callback(take)
         for table, functions in taken:
             table.update(functions)
+        if taken:
+            _WHOLE.remove(whole)
 
     callback_handler.register_start_callback(take)
     return put_back

@@ -184,6 +184,20 @@ def test_rounded_graphs_are_not_cached() -> None:
     assert same_bits(scaled, Trained(Small, None))
 
 
+def test_plain_graphs_beside_formats_are_kept_apart() -> None:
+    # Inductor decomposes fewer matmuls while a session rounds.
+    other, x = nn.Sequential(Small()), torch.randn(4, 8, 8)
+    other[0].compile()
+    with attach(other, callbacks=UnitScaleCallback(simulate="fp8")), torch.no_grad():
+        other(x)
+        hits = []
+        with torch.enable_grad():
+            hits += [Trained(Small, None).hits, Trained(Small, None).hits]
+    with attach(other, callbacks=UnitScaleCallback()):
+        hits.append(Trained(Small, None).hits)
+    assert hits == [0, 1, 0]
+
+
 class Pass(CustomGraphPass):
     """A pass of the user, that changes nothing."""
 
