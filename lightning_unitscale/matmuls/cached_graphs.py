@@ -1,8 +1,8 @@
-"""Tell Inductor's caches what else than its code decides how a graph is rewritten.
+"""Identify graphs for Inductor's caches of compiled code.
 
-A graph from a cache runs without any of our passes. So it must be one of which the passes would
-make the same: the names of its matmuls and the units that they share depend on the modules that
-call them, and a graph of one pass is rewritten by notes of the graph of both.
+A graph from a cache skips our passes. So its key must contain all that the passes read besides the
+graph's code: the modules of its nodes, which give the matmuls their names, and the numbers that
+matmuls got in the joint graph.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 from torch import fx
 
 from lightning_unitscale.compiling import compiles_frame
-from lightning_unitscale.matmuls.compiler_internals import note_compiled, number_to_look_up
+from lightning_unitscale.matmuls.compiler_internals import note_compiled, number_of_key
 from lightning_unitscale.matmuls.joint_graphs import MATMUL, path_of
 from lightning_unitscale.matmuls.owners import running_session
 from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.matmuls.torch_internals import current_node
 
-# Operators that are called with the number of a graph in this process.
-_NUMBERED = ("begin", "fp8_numbers", "matmul")
-_UNCACHED = frozenset(f"lightning_unitscale.{name}.default" for name in _NUMBERED)
+# Operators that read tables of this process.
+_NAMES = ("begin", "fp8_numbers", "matmul")
+_UNCACHED = frozenset(f"lightning_unitscale.{name}.default" for name in _NAMES)
 
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of this package, each version of which may rewrite graphs differently."""
+    """Return a digest of this package's code, since another version may rewrite differently."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -35,7 +35,7 @@ def _sources() -> str:
 
 
 def identity_of(graph: fx.Graph) -> str | None:
-    """Return what decides how our passes rewrite a graph; ``None`` for one not to be cached."""
+    """Return what our passes read besides a graph's code; ``None`` if it must not be cached."""
     rounding = running_session()
     if rounding is not None and rounding.numerics:
         return None
@@ -45,7 +45,7 @@ def identity_of(graph: fx.Graph) -> str | None:
     notes = [node.meta.get(MATMUL) for node in graph.nodes]
     if session is None:
         return f"{_sources()} {notes}" if any(notes) else ""
-    if (number := number_to_look_up()) is not None:
+    if (number := number_of_key()) is not None:
         note_compiled(number)
     run = session.sites.run_of(current_node())
     root = "" if run is None else run.path

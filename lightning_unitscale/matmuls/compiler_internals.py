@@ -9,9 +9,9 @@
   backward graph, before and after Inductor decides whether to fuse a matmul and a sum. Its
   decisions should be those for an unscaled graph.
 - The keys of AOTAutograd's cache and of Inductor's contain the ``uuid`` of each pass. A pass whose
-  ``uuid`` is ``None`` disables both. It is asked for within functions that have the graph to look
-  up as ``gm``: Dynamo's graph for the first cache, with an object that has ``aot_config`` as
-  ``self``, and the graph of one pass for the second. A graph from a cache skips all passes.
+  ``uuid`` is ``None`` disables both. The functions that make a key have the graph as ``gm``. For
+  the first cache that is Dynamo's graph, and ``self`` has an ``aot_config``. For the second it is
+  the graph of one pass. A graph from a cache skips all passes.
 - AOTAutograd numbers its graphs with ``AOT_COUNTER``, and keeps the number as ``aot_id``.
 - A frame of ``CompiledFxGraph.__call__`` identifies the graph that calls a kernel. A frame of
   ``_compile_fx_inner`` means that Inductor benchmarks kernels.
@@ -92,7 +92,7 @@ _BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(
 )
 
 
-# The number of nested calls from making a key of a cache to asking a pass for its uuid, and more.
+# More than the nested calls from making a key to asking a pass for its uuid.
 _MAX_CALLERS = 16
 
 
@@ -107,7 +107,7 @@ class InductorPass(CustomGraphPass):
     ) -> None:
         self._setting = setting
         self._rewrite = rewrite
-        self._identity_of = identity_of  # whatever a rewrite depends on besides the graph's code
+        self._identity_of = identity_of  # what a rewrite reads besides the graph's code
         self._before: Any = None
         # A pass that the user set meanwhile, or a ``config.patch``, may keep it after removal.
         self._is_installed = False
@@ -138,8 +138,8 @@ class InductorPass(CustomGraphPass):
             self.remove()
 
     def uuid(self) -> tuple[Any, ...] | None:
-        """Return what identifies the rewrite of the graph to look up; ``None`` to cache nothing."""
-        graph = graph_to_look_up()
+        """Return what a key for the caches contains of this pass; ``None`` to cache nothing."""
+        graph = graph_of_key()
         own = None if graph is None else self._identity_of(graph)
         others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._users()]
         if own is None or None in others:
@@ -152,8 +152,8 @@ class InductorPass(CustomGraphPass):
         return [user_pass for user_pass in passes if user_pass is not None]
 
 
-def graph_to_look_up() -> fx.Graph | None:
-    """Return the graph whose key for a cache is being made, or ``None``."""
+def graph_of_key() -> fx.Graph | None:
+    """Return the graph whose key is being made, or ``None``."""
     for frame in _callers():
         found = frame.f_locals.get("gm")
         if isinstance(found, fx.GraphModule):
@@ -161,14 +161,14 @@ def graph_to_look_up() -> fx.Graph | None:
     return None
 
 
-def number_to_look_up() -> int | None:
+def number_of_key() -> int | None:
     """Return the number of AOTAutograd's graph whose key is being made, or ``None``."""
     configs = (getattr(frame.f_locals.get("self"), "aot_config", None) for frame in _callers())
     return next((config.aot_id for config in configs if config is not None), None)
 
 
 def _callers() -> Iterator[FrameType]:
-    """Yield the nearest frames, of which the functions that make a key are some."""
+    """Yield the frames of the nearest callers, which include the functions that make a key."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_CALLERS):
         if frame is not None:
@@ -201,7 +201,7 @@ class _Compiled:
 
 
 def note_compiled(number: int | None = None) -> None:
-    """Record that a graph is compiled for a session, or found in a cache: by default the latest."""
+    """Record that a graph, by default the latest, was compiled for a session or cached for one."""
     latest = int(repr(AOT_COUNTER).strip("count()")) - 1
     _Compiled.for_sessions.add(latest if number is None else number)
 

@@ -76,7 +76,7 @@ class UnitsInGraph:
         self._session = session
         self._is_fused = is_fused
         self._matmuls = JointMatmuls(graph, session, guesses=True)
-        code = hashlib.sha256(str(graph).encode()).hexdigest()
+        code = hashlib.sha256(f"{is_fused} {graph}".encode()).hexdigest()
         self._compiled = CompiledGraph(self._matmuls.root, code)
 
     def run(self) -> None:

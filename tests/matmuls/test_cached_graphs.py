@@ -182,9 +182,6 @@ def test_rounded_graphs_are_not_cached() -> None:
     scaled = Trained(Small, UnitScaleCallback())
     assert scaled.hits == 0
     assert same_bits(scaled, Trained(Small, None))
-
-
-def test_plain_graphs_beside_formats_are_kept_apart() -> None:
     # Inductor decomposes fewer matmuls while a session rounds.
     other, x = nn.Sequential(Small()), torch.randn(4, 8, 8)
     other[0].compile()
