@@ -987,14 +987,14 @@ MUTATIONS = (
     # Number formats.
     Mutation(
         "rounding goes toward zero",
-        "round_numbers.py",
+        "formats/round_numbers.py",
         "multiples.round_() if key is None",
         "multiples.trunc_() if key is None",
         "test_quantize.py",
     ),
     Mutation(
         "E4M3 without infinities has one number too many",
-        "formats.py",
+        "formats/__init__.py",
         "lost = 2 if",
         "lost = 1 if",
         "test_formats.py",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.formats import FP32, BlockFormat
-from lightning_unitscale.round_numbers import block_scales, in_blocks
+from lightning_unitscale.formats.round_numbers import block_scales, in_blocks
 from lightning_unitscale.scales.layout import BLOCK_COLUMNS, RowLayout
 from lightning_unitscale.scales.reduce import row_dtype
 from lightning_unitscale.scales.strided import sample_stride
