@@ -17,10 +17,9 @@ from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.cli.commands import ProfileCLI
 from lightning_unitscale.cli.profiled import ProfiledJob
 from lightning_unitscale.memory.budgets import parse_bytes
-from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
-from lightning_unitscale.memory.fitting import Fit, SizedStep
+from lightning_unitscale.memory.fitting import Fit, SizedStep, byte_owners, owners_table
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, parse_device
-from lightning_unitscale.memory.host_link import gpu_cost_model, link_of
+from lightning_unitscale.memory.offload import gpu_cost_model, link_of
 from lightning_unitscale.memory.problem import RematProblem
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import batch_size_of, resized

@@ -23,7 +23,7 @@ from lightning_unitscale.capture.rollback import held_values
 from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import CostModel
 from lightning_unitscale.memory.gpus import DeviceType, parse_device
-from lightning_unitscale.memory.host_link import Offload, check_offload, gpu_cost_model, link_of
+from lightning_unitscale.memory.offload import Offload, check_offload, gpu_cost_model, link_of
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
 from lightning_unitscale.memory.planner import Planner

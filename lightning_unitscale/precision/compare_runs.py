@@ -37,7 +37,7 @@ def main(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-unitscale compare",
         description="Find the first step, tensor, module and direction in which two runs that a "
-        "ScaleMonitor logged to TensorBoard differ by more than runs of equal meaning do. Exit "
+        "ScaleMonitor logged to TensorBoard differ by more than chance. Exit "
         "status: 0 if they do not, 1 if they do, 2 for errors.",
     )
     parser.add_argument("run_a", metavar="RUN_A", help="folder of a run, with its event files")

@@ -69,7 +69,7 @@ class Divergence:
     direction: Direction | None = None
     inherited: tuple[str, ...] = ()  # what it is computed from and was off already
     log2_rms: tuple[float | None, float | None] | None = None  # in either run
-    chance: float | None = None  # the difference of log2 RMS that runs of equal meaning may have
+    chance: float | None = None  # the difference of log2 RMS that counts as chance
     # For the report only.
     text: str = ""
 
@@ -195,7 +195,7 @@ class _Difference:
     values: Doubles  # log2, (2, T, P)
 
     def chance(self, states: npt.NDArray[np.bool_], gaps: npt.NDArray[np.int64]) -> Doubles:
-        """Return the difference that runs of equal meaning may have, ``(T, P)``."""
+        """Return the difference that counts as chance, ``(T, P)``."""
         chance = np.broadcast_to(self.rounding, self.amount.shape).copy()
         with np.errstate(invalid="ignore"):
             moved = np.nan_to_num(np.abs(np.diff(self.values, axis=1)), nan=0.0)

@@ -1,4 +1,4 @@
-"""Two recorded runs: where they part, and that runs of equal meaning do not."""
+"""Two recorded runs: where they diverge, and that equal runs do not."""
 
 import json
 
