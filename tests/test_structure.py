@@ -17,7 +17,7 @@ from tests.structure import (
 MAX_FOLDERS = 15
 MAX_LOOSE_FILES = 8
 MAX_FILE_LINES = 400
-MAX_LARGE_CLASSES = 6
+MAX_LARGE_CLASSES = 5
 # Triton compiles a kernel as one function.
 KERNELS = "scales/triton_kernels.py"
 

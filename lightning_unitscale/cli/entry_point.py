@@ -17,6 +17,7 @@ from lightning_unitscale.cli.fit_in import FitInCLI
 from lightning_unitscale.cli.precision import PrecisionCLI
 from lightning_unitscale.precision.compare_runs import main as compare_command
 from lightning_unitscale.precision.diagnosis import main as diagnose_command
+from lightning_unitscale.tensorboard.history import CommandError
 from lightning_unitscale.tensorboard.run_report import main as report_command
 
 _TRACEBACK = "--traceback"
@@ -41,8 +42,9 @@ _OF_EVENT_FILES = {
     "report": report_command,
 }
 # These only plan, so their refusals are answers for the user.
-_PLANNING = ("profile", "fit-in", "precision", "explain-pipeline")
-_USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
+_PLANNING: dict[str, type[ProfileCLI]] = {
+    cli.command: cli for cli in (ProfileCLI, FitInCLI, PrecisionCLI, ExplainPipelineCLI)
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -56,12 +58,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if words == ["--version"]:
         print(f"lightning-unitscale {__version__}")
         return
-    if not words:
-        raise SystemExit(f"{_USAGE}\nlightning-unitscale: no command; try --help")
-    if not words[0].startswith("-") and words[0] not in _COMMANDS:
-        raise SystemExit(
-            f"lightning-unitscale: {words[0]}: no such command. Expected one of "
-            f"{', '.join(_COMMANDS)}. Run one of them with --help to see its options."
+    if not words or (not words[0].startswith("-") and words[0] not in _COMMANDS):
+        problem = f"{words[0]}: no such command" if words else "no command"
+        raise CommandError(
+            f"lightning-unitscale: {problem}. Expected one of {', '.join(_COMMANDS)}. See "
+            "lightning-unitscale --help."
         )
     if (command := _OF_EVENT_FILES.get(words[0])) is not None:
         command(words[1:])
@@ -69,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> None:
     # All of jsonargparse[signatures]: without one of them Lightning fails late or obscurely.
     needed = ("jsonargparse", "docstring_parser", "typeshed_client")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise SystemExit(
+        raise CommandError(
             f"lightning-unitscale: {', '.join(missing)} not found. The command line needs the "
             "extra `cli`. Run: pip install 'lightning-unitscale[cli]'"
         )
@@ -78,20 +79,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        if words[:1] == ["profile"]:
-            ProfileCLI(words[1:], run=False).profile()
-        elif words[:1] == ["fit-in"]:
-            FitInCLI(words[1:], run=False).fit_in()
-        elif words[:1] == ["precision"]:
-            PrecisionCLI(words[1:], run=False).precision()
-        elif words[:1] == ["explain-pipeline"]:
-            ExplainPipelineCLI(words[1:], run=False).explain()
+        if (planning := _PLANNING.get(words[0])) is not None:
+            planning(words[1:], run=False).answer()
         else:
             UnitScaleCLI(args=words if shows_traceback or args is not None else None)
     except Exception as error:
         if shows_traceback or not is_answer(error, plans=words[0] in _PLANNING):
             raise
-        raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
+        raise CommandError(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
     except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
         raise SystemExit(EXIT_INTERRUPTED) from None
 
@@ -102,7 +97,7 @@ def _help() -> str:
     lines = [f"  {name:{width}}  {what}" for name, what in _COMMANDS.items()]
     return "\n".join(
         [
-            _USAGE,
+            "usage: lightning-unitscale COMMAND ...",
             "",
             "Unit scaling for PyTorch Lightning, from YAML: COMMAND --config FILE",
             "",

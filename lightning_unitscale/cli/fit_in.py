@@ -46,6 +46,8 @@ class FitInCLI(ProfileCLI):
     and shards by FSDP2. Nothing is trained, logged or saved, and the devices need not exist here.
     """
 
+    command = "fit-in"
+
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -119,7 +121,8 @@ class FitInCLI(ProfileCLI):
             )
         return num_bytes
 
-    def fit_in(self) -> None:
+    @override
+    def answer(self) -> None:
         """Print what fits, and the cheapest of it."""
         batch = self._first_batch()
         self._drop_logs()

@@ -211,16 +211,13 @@ class StepPartitioner(RematPartitioner):
     def give_up(self, reason: str) -> None:
         """Forget the plans of a step that is not captured."""
         super().give_up(reason)
-        self.forget_plans()
-
-    def forget_plans(self) -> None:
-        """Forget the plans of a step that is captured again."""
         self.reports.clear()
 
-    def put_off_refusals(self, puts_off: bool) -> None:
+    def begin_call(self, *, puts_off: bool, is_captured_again: bool) -> None:
         """Keep the budget as far as the parts of a step allow, or raise an error at once."""
-        self._puts_off = puts_off
-        self._refusal = None
+        self._puts_off, self._refusal = puts_off, None
+        if is_captured_again:
+            self.reports.clear()
 
     def refuse(self) -> None:
         """Raise the error that was postponed for a step that stays in parts."""

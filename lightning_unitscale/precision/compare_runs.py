@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_unitscale.tensorboard.divergence import Divergence, find_divergence
-from lightning_unitscale.tensorboard.history import command_errors, read_run
+from lightning_unitscale.tensorboard.history import RunParser, read_run
 
 EXIT_DIVERGED = 1
 
@@ -34,7 +33,7 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
 
 def main(args: Sequence[str]) -> None:
     """Run the command ``compare``."""
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         prog="lightning-unitscale compare",
         description="Find the first step, tensor, module and direction in which two runs that a "
         "ScaleMonitor logged to TensorBoard differ by more than chance. Exit "
@@ -44,7 +43,7 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("run_b", metavar="RUN_B", help="folder of the other run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
-    with command_errors(parser.prog):
+    with parser.reading():
         found = compare_runs(options.run_a, options.run_b)
     print(json.dumps(found.to_json(), allow_nan=False) if options.json else found.text)
     if found.diverged:

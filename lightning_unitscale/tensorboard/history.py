@@ -5,6 +5,7 @@ It needs no torch, because the dashboard's server has none. The report uses it t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -12,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,14 +46,29 @@ Points: TypeAlias = Iterable[tuple[int, npt.NDArray[Any]]]
 EXIT_ERROR = 2
 
 
-@contextlib.contextmanager
-def command_errors(command: str) -> Iterator[None]:
-    """End a command that reads runs with its error in one line and exit status 2."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_ERROR) from None
+class CommandError(SystemExit):
+    """The end of a command with one line on stderr and exit status 2."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        print(line, file=sys.stderr)
+        self.code = EXIT_ERROR
+
+
+class RunParser(argparse.ArgumentParser):
+    """The parser of a command that reads runs. Its errors are one line each."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command."""
+        raise CommandError(f"{self.prog}: {message}. See {self.prog} --help.")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """End the command with the error of its runs, if there is one."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{self.prog}: {error}") from None
 
 
 @dataclass(frozen=True, eq=False)

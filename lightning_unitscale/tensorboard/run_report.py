@@ -6,7 +6,6 @@ both are the same, so there is one map per direction.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -24,10 +23,10 @@ from lightning_unitscale.arguments import checked_folder
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.tensorboard.history import (
     LastStep,
+    RunParser,
     RunScales,
     ScaleHistory,
     block_of,
-    command_errors,
     read_run,
 )
 from lightning_unitscale.tensorboard.report_page import report_page
@@ -91,7 +90,7 @@ def write_report(
 
 def main(args: Sequence[str]) -> None:
     """Run the command ``report``."""
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         prog="lightning-unitscale report",
         description="Write the scales that a ScaleMonitor logged to TensorBoard as pictures and "
         "as one HTML file that needs no server. Print the table of the last step.",
@@ -104,7 +103,7 @@ def main(args: Sequence[str]) -> None:
     )
     parser.add_argument("--full", action="store_true", help="print the scales of all tensors")
     options = parser.parse_args(args)
-    with command_errors(parser.prog):
+    with parser.reading():
         report = write_report(options.run_directory, options.output, full=options.full)
     for name, table in report.tables.items():
         print(f"{name}\n{table}\n" if len(report.tables) > 1 else f"{table}\n")
