@@ -636,7 +636,7 @@ MUTATIONS = (
     ),
     Mutation(
         "samples see some channels only",
-        "scales/strided.py",
+        "scales/torch_rows.py",
         "while math.gcd(stride, row_length) > 1:",
         "while math.gcd(stride, row_length) > row_length:",
         "scales/test_statistics.py -k stride",

@@ -6,19 +6,16 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from lightning_unitscale import __version__
+from lightning_unitscale.cli import run_commands
 from lightning_unitscale.cli.commands import (
     EXIT_INTERRUPTED,
     ExplainPipelineCLI,
     ProfileCLI,
     UnitScaleCLI,
 )
-from lightning_unitscale.cli.errors import is_answer
+from lightning_unitscale.cli.errors import CommandError, is_answer
 from lightning_unitscale.cli.fit_in import FitInCLI
 from lightning_unitscale.cli.precision import PrecisionCLI
-from lightning_unitscale.precision.compare_runs import main as compare_command
-from lightning_unitscale.precision.diagnosis import main as diagnose_command
-from lightning_unitscale.tensorboard.history import CommandError
-from lightning_unitscale.tensorboard.run_report import main as report_command
 
 _TRACEBACK = "--traceback"
 
@@ -37,9 +34,9 @@ _COMMANDS = {
 }
 # These read event files and need no configuration.
 _OF_EVENT_FILES = {
-    "compare": compare_command,
-    "diagnose": diagnose_command,
-    "report": report_command,
+    "compare": run_commands.compare,
+    "diagnose": run_commands.summarize,
+    "report": run_commands.report,
 }
 # These only plan, so their refusals are answers for the user.
 _PLANNING: dict[str, type[ProfileCLI]] = {

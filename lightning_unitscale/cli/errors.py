@@ -1,6 +1,7 @@
 """Put errors of a command into one line, and decide which need no traceback."""
 
 import re
+import sys
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -11,14 +12,23 @@ from typing_extensions import override
 
 from lightning_unitscale.capture.fallback import Refusal
 from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.tensorboard.history import CommandError
 
+EXIT_ERROR = 2
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Lines of jsonargparse's messages that repeat the type or the value.
 _REPEATED = re.compile(r"(Does not validate|Subtypes: |Errors:|Given value|Expected a (path|dot) )")
 _GIVEN = re.compile(r"^ *Given value: (?!NestedArg)(.*)", re.MULTILINE)
 # The form of argument errors: "argument=value: what is wrong. Expected ...".
 _ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*[Ee]xpected .*)", re.MULTILINE)
+
+
+class CommandError(SystemExit):
+    """The end of a command with one line on stderr and exit status 2."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        print(line, file=sys.stderr)
+        self.code = EXIT_ERROR
 
 
 class OneLineParser(LightningArgumentParser):

@@ -153,15 +153,8 @@ def scheduled(
     """Return moves that no operation waits for if copies are ``haste`` times as fast as the link.
 
     Each value leaves the device as early as possible, and returns as late as possible. A value is
-    left out if there is no time for its copies.
-
-    Args:
-        values: The values to move, in the order in which they become idle.
-        starts: Start of each operation of the timeline, and the end of the last one.
-        num_forward: Number of operations of the forward pass.
-        link: The connection to the host.
-        haste: Factor on the speed of the link.
-        max_in_flight: Limit on copies in one direction that have started and are not waited for.
+    left out if there is no time for its copies. ``values`` are in the order in which they become
+    idle. ``starts`` has the start of each operation, and the end of the last one.
     """
     leaving: list[tuple[IdleValue, int]] = []
     pending: deque[int] = deque()

@@ -131,15 +131,7 @@ def insert_moves(
     in_forward: NumberOf,
     in_backward: NumberOf,
 ) -> None:
-    """Return moved values to the host from the forward graph, and fetch them in the backward graph.
-
-    Args:
-        forward: The forward graph. It returns the saved values, so now their copies.
-        backward: The backward graph, whose inputs are the saved values.
-        plan: The plan, with its moves.
-        in_forward: The place of a forward graph's node in the joint graph.
-        in_backward: The same for the backward graph.
-    """
+    """Let the forward graph return copies of moved values, which the backward graph fetches."""
     timeline = plan.timeline
     places: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
     for place, number in enumerate(timeline.nodes.tolist()):

@@ -5,15 +5,12 @@ It needs no torch, because the dashboard's server has none. The report uses it t
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,32 +40,6 @@ from lightning_unitscale.tensorboard.schema import (
 Floats: TypeAlias = npt.NDArray[np.float32]
 # Step and tensor, in the order of the file.
 Points: TypeAlias = Iterable[tuple[int, npt.NDArray[Any]]]
-EXIT_ERROR = 2
-
-
-class CommandError(SystemExit):
-    """The end of a command with one line on stderr and exit status 2."""
-
-    def __init__(self, line: str) -> None:
-        super().__init__(line)
-        print(line, file=sys.stderr)
-        self.code = EXIT_ERROR
-
-
-class RunParser(argparse.ArgumentParser):
-    """The parser of a command that reads runs. Its errors are one line each."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the command."""
-        raise CommandError(f"{self.prog}: {message}. See {self.prog} --help.")
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """End the command with the error of its runs, if there is one."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            raise CommandError(f"{self.prog}: {error}") from None
 
 
 @dataclass(frozen=True, eq=False)
