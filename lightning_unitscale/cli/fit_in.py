@@ -41,9 +41,9 @@ _CONTEXT_BYTES = 2**30
 class FitInCLI(ProfileCLI):
     """Find what fits into a device's memory: `fit-in --config run.yaml --memory 24GiB`.
 
-    The configuration is that of `fit`. The batch of the configuration, times its accumulated
-    batches and devices, is kept. Compared are microbatches, budgets for `RematCallback`, precisions
-    and shards by FSDP2. Nothing is trained, logged or saved, and the devices need not exist here.
+    The configuration is that of `fit`. The number of samples per optimizer step stays the same. The
+    command compares microbatches, budgets for `RematCallback`, precisions and FSDP2 shards. Nothing
+    is trained, logged or saved, and the devices need not exist here.
     """
 
     command = "fit-in"

@@ -53,7 +53,7 @@ class PrecisionCLI(ProfileCLI):
             "--pairs",
             type=int,
             default=Effort.pairs,
-            help="Number of pairs of steps with random signs.",
+            help="Number of pairs of steps to average second-order loss changes over.",
         )
         parser.add_argument("--limit", type=int, default=20, help="Number of matmuls to show.")
         parser.add_argument(

@@ -355,9 +355,9 @@ def remat(
         ``explain()``. Its graphs run op by op, or by Inductor after ``transforms.compile``.
 
     Raises:
-        ValueError: If the budget is malformed or ``module`` was compiled by the user, or for
-            another ``offload`` or one that the budget cannot use. At the first
-            call, if the budget is in bytes and below the floor, which the message names.
+        ValueError: If the budget is malformed, the user compiled ``module``, or ``offload`` is
+            unknown or cannot be used with the budget. At the first call, if the budget is in bytes
+            and too small. The message names the smallest achievable peak.
     """
     budget = check_budget(budget)
     check_offload(offload, budget)
