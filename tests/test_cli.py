@@ -715,7 +715,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
      ("fit --trainer.callbacks UnitScaleCallback --trainer.callbacks.method nope",
       r"^lightning-unitscale: method: Expected one of \['lossless', "),
      ("precision --model {model} --ckpt_path nothere", "ckpt_path='nothere': the model cannot be"),
-     ("validate --model {model} --ckpt_path nothere", "ckpt_path='nothere': no such file"),
+     ("validate --model {model} --ckpt_path nothere", "ckpt_path='nothere': no checkpoint"),
+     ("validate --model {model} --ckpt_path LICENSE", "ckpt_path='LICENSE': no checkpoint"),
+     ("fit --model {model} --trainer.accelerator=x", "invalid accelerator name: `accelerator='x'`"),
+     ("fit-in --model {model} --trainer.accelerator=x", "accelerator='x': unknown"),
+     ("fit --trainer.precision=x", r"precision: Expected int or one of \['trans.*\]. Got x. See"),
      ("profile --model {model} --sort_by x", "sort_by='x': nodes have no such number")],
 )  # fmt: skip
 def test_wrong_words_are_one_line_and_exit_status_2(

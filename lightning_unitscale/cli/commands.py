@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_count, check_file
+from lightning_unitscale.arguments import check_choice, check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.cli.errors import OneLineParser, argument_error
@@ -56,11 +57,15 @@ class UnitScaleCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config.get(self.config.get("subcommand"), self.config)
         path = config.get("ckpt_path") or "last"
-        is_path = "://" not in path and path.partition(":")[0] not in _CHECKPOINT_WORDS
-        if is_path and not Path(path).exists():
-            raise ValueError(
-                f"ckpt_path={path!r}: no such file. Expected a checkpoint. Correct the path."
-            )
+        if "://" in path or path.partition(":")[0] in _CHECKPOINT_WORDS or Path(path).is_dir():
+            return
+        try:
+            with open(path, "rb") as file:
+                is_checkpoint = file.read(1) in (b"P", b"\x80")  # a zip file, or an old pickle
+        except OSError:
+            is_checkpoint = False
+        if not is_checkpoint:
+            raise ValueError(f"ckpt_path={path!r}: no checkpoint. Expected one. Correct the path.")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -160,6 +165,9 @@ class ProfileCLI(UnitScaleCLI):
     def before_instantiate_classes(self) -> None:
         trainer = self.config.trainer
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
+        if isinstance(trainer.accelerator, str):
+            known = ("gpu", "auto", *AcceleratorRegistry)
+            check_choice("accelerator", trainer.accelerator, known, "unknown", "pass 'auto'")
         default = "cuda" if trainer.accelerator in gpus else "cpu"
         self._device = name_with_type(self.config.device or default)
         self._check_options()

@@ -53,6 +53,8 @@ def in_one_line(message: str) -> str:
         if not _REPEATED.match(line)
     )
     text = re.sub(r"a <class '(?:.*\.)?(\w+)'>", r"\1", " ".join(filter(None, kept)))
+    begin, *choices = text.split("Expected ")
+    text = f"{begin}Expected {' or '.join(map(str.strip, choices))}" if choices else text
     given = None if "Got value" in text else _GIVEN.search(message)
     return text if given is None else f"{text}. Got {given[1]}"
 
@@ -67,14 +69,12 @@ def is_answer(error: Exception, *, plans: bool) -> bool:
     """Check whether an error answers the user: the request is wrong or impossible."""
     if isinstance(error, (CaptureError, Refusal, MisconfigurationException)):
         return True
-    if not _is_of_package(error):
+    frames = traceback.extract_tb(error.__traceback__)
+    place = Path(frames[-1].filename).resolve() if frames else Path()
+    if place.name == "accelerator_connector.py":  # Lightning's checks of the Trainer's arguments
+        return True
+    if not place.is_relative_to(_PACKAGE):  # the user's code or a library
         return False
     if isinstance(error, (ValueError, TypeError)):
         return argument_error(error) is not None
     return plans and isinstance(error, RuntimeError)
-
-
-def _is_of_package(error: Exception) -> bool:
-    """Check whether this package raised an error, not the user's code or a library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_PACKAGE)
