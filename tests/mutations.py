@@ -53,10 +53,10 @@ class Mutation:
     """A fault.
 
     Attributes:
-        fault: What is wrong then.
-        file: Where, below the package.
-        text: What stands there; occurs once.
-        replacement: What is put in its place.
+        fault: The fault in words.
+        file: File of the package.
+        text: Text of the file, which occurs once.
+        replacement: Text that replaces it.
         tests: Arguments of pytest, below ``tests``: files or tests, one of which must fail.
     """
 
@@ -983,6 +983,13 @@ MUTATIONS = (
         "            callback.start(self)\n        self._forward",
         "            pass\n        self._forward",
         "loops/test_fabric.py",
+    ),
+    Mutation(
+        "wrong words end a command with another exit status",
+        "cli/errors.py",
+        "EXIT_ERROR = 2",
+        "EXIT_ERROR = 1",
+        "test_cli.py -k wrong_words",
     ),
     # Number formats.
     Mutation(
