@@ -36,7 +36,8 @@ class OneLineParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        program = getattr(ex, "subcommand_parser", self).prog.replace(" [options]", "")
+        parser = getattr(ex, "subcommand_parser", None) or self
+        program = parser.prog.replace(" [options]", "")
         if not program.startswith("lightning-unitscale"):  # jsonargparse's own, for one class
             program = "lightning-unitscale"
         raise CommandError(f"{program}: {in_one_line(message)}. See {program} --help.")
