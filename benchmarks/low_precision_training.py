@@ -55,6 +55,7 @@ from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_number_format
+from lightning_unitscale.formats.round_numbers import rounded_blocks
 from lightning_unitscale.matmuls import rounding
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.rounding import Numerics
@@ -62,7 +63,6 @@ from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.torch_internals import Kernel
 from lightning_unitscale.matmuls.units import Units
 from lightning_unitscale.quantize import quantize
-from lightning_unitscale.round_numbers import rounded_blocks
 from lightning_unitscale.rules.learning_rates import ParameterInfo
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.scaled_step import scale_learning_rates

@@ -37,8 +37,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from benchmarks.measure import RESULTS, machine
 from lightning_unitscale.memory.gpus import GPUS
-from lightning_unitscale.memory.host_link import gpu_cost_model
-from lightning_unitscale.memory.offload import offloads, start_times
+from lightning_unitscale.memory.offload import gpu_cost_model, offloads, start_times
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.memory.traced_planner import traced_problem
 from lightning_unitscale.remat import HostLink, Planner, RematPartitioner, RematPlan, aot_backend

@@ -46,8 +46,8 @@ from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from lightning_unitscale.memory.costs import default_cost_model
 from lightning_unitscale.memory.gpus import GPUS
-from lightning_unitscale.memory.host_link import described_link, gpu_cost_model
 from lightning_unitscale.memory.joint_graph import JointGraphReader
+from lightning_unitscale.memory.offload import described_link, gpu_cost_model
 from lightning_unitscale.memory.traced_planner import traced_problem
 from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.remat import Planner, RematPartitioner, aot_backend

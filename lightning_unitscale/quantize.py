@@ -22,7 +22,12 @@ from lightning_unitscale.formats import (
     get_format,
     get_number_format,
 )
-from lightning_unitscale.round_numbers import MANTISSA_BITS, TENSOR_SCALES, rounded, rounded_blocks
+from lightning_unitscale.formats.round_numbers import (
+    MANTISSA_BITS,
+    TENSOR_SCALES,
+    rounded,
+    rounded_blocks,
+)
 
 FormatLike = str | NumberFormat | BlockFormat | tuple[int, int]
 Rounding = Literal["nearest", "stochastic"]

@@ -53,10 +53,10 @@ class Mutation:
     """A fault.
 
     Attributes:
-        fault: What is wrong then.
-        file: Where, below the package.
-        text: What stands there; occurs once.
-        replacement: What is put in its place.
+        fault: The fault in words.
+        file: File of the package.
+        text: Text of the file, which occurs once.
+        replacement: Text that replaces it.
         tests: Arguments of pytest, below ``tests``: files or tests, one of which must fail.
     """
 
@@ -643,7 +643,7 @@ MUTATIONS = (
     ),
     Mutation(
         "samples see some channels only",
-        "scales/strided.py",
+        "scales/torch_rows.py",
         "while math.gcd(stride, row_length) > 1:",
         "while math.gcd(stride, row_length) > row_length:",
         "scales/test_statistics.py -k stride",
@@ -991,17 +991,24 @@ MUTATIONS = (
         "            pass\n        self._forward",
         "loops/test_fabric.py",
     ),
+    Mutation(
+        "wrong words end a command with another exit status",
+        "cli/errors.py",
+        "EXIT_ERROR = 2",
+        "EXIT_ERROR = 1",
+        "test_cli.py -k wrong_words",
+    ),
     # Number formats.
     Mutation(
         "rounding goes toward zero",
-        "round_numbers.py",
+        "formats/round_numbers.py",
         "multiples.round_() if key is None",
         "multiples.trunc_() if key is None",
         "test_quantize.py",
     ),
     Mutation(
         "E4M3 without infinities has one number too many",
-        "formats.py",
+        "formats/__init__.py",
         "lost = 2 if",
         "lost = 1 if",
         "test_formats.py",

@@ -110,11 +110,17 @@ def folders(root: Path = ROOT) -> set[Path]:
     return {path.parent for path in files(root)} - {root / PACKAGE}
 
 
+def loose_files(root: Path = ROOT) -> list[Path]:
+    """Return the modules outside of folders."""
+    return [path for path in files(root) if path.parent == root / PACKAGE and path.stem[0] != "_"]
+
+
 def figures(root: Path = ROOT) -> dict[str, int]:
     """Return the package's figures by name."""
     lines = [len(path.read_text().splitlines()) for path in files(root)]
     return {
         "folders": len(folders(root)),
+        "files outside of folders": len(loose_files(root)),
         "files": len(lines),
         "lines": sum(lines),
         "lines of the longest file": max(lines),

@@ -693,13 +693,43 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     printed = capsys.readouterr().out
     assert all(re.search(rf"^  {command} ", printed, re.MULTILINE) for command in COMMANDS)
-    with pytest.raises(SystemExit, match=re.escape(f"{{{','.join(COMMANDS)}}}")):
+    with pytest.raises(SystemExit, match=f"no command. Expected one of {', '.join(COMMANDS)}\\."):
         main([])
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])
     assert capsys.readouterr().out == f"lightning-unitscale {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("compare", "compare: the following arguments are required: RUN_A, RUN_B"),
+     ("diagnose nothere", "diagnose: directory='nothere': no such folder"),
+     ("report empty --nonsense", "report: unrecognized arguments: --nonsense"),
+     ("fit --nonsense", "unrecognized arguments: --nonsense"),
+     ("fit --config nothere.yaml", "config: File does not exist: "),
+     ("profile --device h1000", r"profile: device: Expected one of \['cpu', .*'t4'\]. Got h1000"),
+     ("fit-in --max_shards x", "fit-in: max_shards: Expected int. Got value: x"),
+     ("profile --model nothere.Mod", "model: Problem with given class_path 'nothere.Mod': No mod"),
+     ("fit --trainer.callbacks UnitScaleCallback --trainer.callbacks.method nope",
+      r"^lightning-unitscale: method: Expected one of \['lossless', "),
+     ("precision --model {model} --ckpt_path nothere", "ckpt_path='nothere': the model cannot be"),
+     ("validate --model {model} --ckpt_path nothere", "ckpt_path='nothere': no checkpoint"),
+     ("validate --model {model} --ckpt_path LICENSE", "ckpt_path='LICENSE': no checkpoint"),
+     ("fit --model {model} --trainer.accelerator=x", "invalid accelerator name: `accelerator='x'`"),
+     ("fit-in --model {model} --trainer.accelerator=x", "accelerator='x': unknown"),
+     ("fit --trainer.precision=x", r"precision: Expected int or one of \['trans.*\]. Got x. See"),
+     ("profile --model {model} --sort_by x", "sort_by='x': nodes have no such number")],
+)  # fmt: skip
+def test_wrong_words_are_one_line_and_exit_status_2(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "lightning.pytorch.demos.boring_classes.BoringModel"
+    with pytest.raises(SystemExit) as stopped:
+        main(words.format(model=model).split())
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Seed set" not in line]
+    assert stopped.value.code == 2 and len(lines) == 1 and re.search(expected, lines[0]), lines
 
 
 def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

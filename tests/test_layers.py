@@ -13,9 +13,8 @@ from tests.structure import PACKAGE, ROOT, circles, file_of, files, imports, nam
 FOLDERS = (
     "arguments.py",
     "compiling.py",
-    "formats.py",
+    "formats",
     "patching.py",
-    "round_numbers.py",
     "quantize.py",
     "scales",
     "functional",
@@ -46,7 +45,7 @@ MAY_IMPORT_LIGHTNING = (
     "pipeline/evaluation.py",
     "pipeline/strategy.py",
 )
-STDLIB_ONLY = ("scales/alerts.py", "formats.py")
+STDLIB_ONLY = ("scales/alerts.py", "formats/__init__.py")
 # Imported by TensorBoard, which may have no torch and must not wait for it.
 MAY_NOT_IMPORT_TORCH = (
     "__init__.py",

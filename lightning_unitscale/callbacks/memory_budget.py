@@ -30,9 +30,8 @@ from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.loops.loop import Claim
 from lightning_unitscale.loops.ranks import failing_together, gathered
 from lightning_unitscale.memory.budgets import Budget, check_budget
-from lightning_unitscale.memory.host_link import OP_BY_OP, Offload, check_offload, link_of
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
-from lightning_unitscale.memory.offload import HostLink
+from lightning_unitscale.memory.offload import OP_BY_OP, HostLink, Offload, check_offload, link_of
 from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import (

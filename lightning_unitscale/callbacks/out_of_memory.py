@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_unitscale.memory.budgets import parse_bytes
-from lightning_unitscale.memory.byte_owners import owners_table
+from lightning_unitscale.memory.fitting import owners_table
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import profile_graph

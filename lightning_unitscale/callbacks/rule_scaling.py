@@ -332,7 +332,7 @@ class RuleScaling:
         if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
             raise misconfigured(
                 f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, "
-                "but this step has no loss, from which to find the readout. Expected the "
+                "but this step returns no loss, so the readout is not known. Expected the "
                 "checkpoint of the weights. Pass it as ckpt_path to the Trainer."
             )
         return False

@@ -24,13 +24,12 @@ from lightning_unitscale.loops.loggers import RunWriters
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.loops.ranks import is_distributed
 from lightning_unitscale.monitor.torch_state import is_readable
-from lightning_unitscale.precision.compare_runs import compare_runs
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.violations import Limits
-from lightning_unitscale.tensorboard.divergence import Divergence
+from lightning_unitscale.tensorboard.divergence import Divergence, compare_runs
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
 

@@ -187,7 +187,7 @@ class UnitScaleCallback(StepsCallback):
     def coverage(self) -> Coverage:
         """Return the coverage of the matmuls of the last counted step.
 
-        Counted are the first step, recalibrating steps, and steps in which matmuls left the format.
+        The first step, recalibrating steps, and steps in which matmuls left the format are counted.
         """
         return self._matmuls.counted.main
 

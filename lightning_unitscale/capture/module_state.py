@@ -181,14 +181,13 @@ class SecondCapture:
 
     def begin(self, graph_breaks: list[Reason]) -> bool:
         """Return whether the starting call is one graph, so that its parts are forgotten."""
-        partition_fn = self._owner.partition_fn
-        getattr(partition_fn, "put_off_refusals", nothing)(self._may_come)
+        begin_call = getattr(self._owner.partition_fn, "begin_call", nothing)
+        begin_call(puts_off=self._may_come, is_captured_again=self.is_due)
         if not self.is_due:
             return False
         self.is_due = False
         for graph_break in graph_breaks:
             self._owner.graph_breaks.remove(graph_break)
-        getattr(partition_fn, "forget_plans", nothing)()
         return True
 
     @property

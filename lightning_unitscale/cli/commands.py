@@ -1,18 +1,20 @@
 """Run the command line: `lightning-unitscale fit --config run.yaml`, a CLI with a report."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_count, check_file
+from lightning_unitscale.arguments import check_choice, check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
-from lightning_unitscale.cli.errors import argument_error
+from lightning_unitscale.cli.errors import OneLineParser, argument_error
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, device_type, name_with_type
 from lightning_unitscale.memory.profile_report import check_sort_by
@@ -21,6 +23,8 @@ from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.tensorboard import writer
 
+# Values of `--ckpt_path` that are not paths.
+_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 # The exit status after Ctrl-C.
 EXIT_INTERRUPTED = 130
 
@@ -32,18 +36,36 @@ class UnitScaleCLI(LightningCLI):
     shows the validation loss (`val_loss`) and the command for TensorBoard.
     """
 
+    # The name of a command with a configuration of its own.
+    command = ""
+
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
         self._record = _FitRecord()
         super().__init__(
             run=run,
             trainer_defaults={"callbacks": self._record},
             seed_everything_default=1,
-            parser_kwargs={"prog": "lightning-unitscale"},
+            parser_kwargs={"prog": f"lightning-unitscale {self.command}".strip()},
+            parser_class=OneLineParser,
             # Loggers make a new folder for each run. A user who repeats a folder name or resumes
             # wants to overwrite.
             save_config_kwargs={"overwrite": True},
             args=args,
         )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config.get(self.config.get("subcommand"), self.config)
+        path = config.get("ckpt_path") or "last"
+        if "://" in path or path.partition(":")[0] in _CHECKPOINT_WORDS or Path(path).is_dir():
+            return
+        try:
+            with open(path, "rb") as file:
+                is_checkpoint = file.read(1) in (b"P", b"\x80")  # a zip file, or an old pickle
+        except OSError:
+            is_checkpoint = False
+        if not is_checkpoint:
+            raise ValueError(f"ckpt_path={path!r}: no checkpoint. Expected one. Correct the path.")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -120,6 +142,8 @@ class ProfileCLI(UnitScaleCLI):
     or saved.
     """
 
+    command = "profile"
+
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -141,6 +165,9 @@ class ProfileCLI(UnitScaleCLI):
     def before_instantiate_classes(self) -> None:
         trainer = self.config.trainer
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
+        if isinstance(trainer.accelerator, str):
+            known = ("gpu", "auto", *AcceleratorRegistry)
+            check_choice("accelerator", trainer.accelerator, known, "unknown", "pass 'auto'")
         default = "cuda" if trainer.accelerator in gpus else "cpu"
         self._device = name_with_type(self.config.device or default)
         self._check_options()
@@ -172,7 +199,7 @@ class ProfileCLI(UnitScaleCLI):
         trainer = self.config.trainer
         return profiled_job(trainer.strategy, trainer.devices, trainer.num_nodes)
 
-    def profile(self) -> None:
+    def answer(self) -> None:
         """Profile the first training batch, and print its costs."""
         model, context = self.model, self.trainer.precision_plugin.forward_context
         with self._job.ranks(self.trainer, model, device_type(self._device)):
@@ -233,6 +260,8 @@ class ProfileCLI(UnitScaleCLI):
 class ExplainPipelineCLI(ProfileCLI):
     """Plan the stages: `explain-pipeline --config run.yaml --num_stages 4`."""
 
+    command = "explain-pipeline"
+
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -256,7 +285,8 @@ class ExplainPipelineCLI(ProfileCLI):
     def _profiled_job(self) -> ProfiledJob:
         return ProfiledJob()
 
-    def explain(self) -> None:
+    @override
+    def answer(self) -> None:
         """Print the costs of the stages of the training step."""
         self.trainer.strategy.connect(self.model)
         batch, *indices = step_arguments(self.model, "training_step", self._first_batch(), 0)

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from lightning_unitscale import __version__
+from lightning_unitscale.cli import run_commands
 from lightning_unitscale.cli.commands import (
     EXIT_INTERRUPTED,
     ExplainPipelineCLI,
     ProfileCLI,
     UnitScaleCLI,
 )
-from lightning_unitscale.cli.errors import is_answer
+from lightning_unitscale.cli.errors import CommandError, is_answer
 from lightning_unitscale.cli.fit_in import FitInCLI
 from lightning_unitscale.cli.precision import PrecisionCLI
-from lightning_unitscale.precision.compare_runs import main as compare_command
-from lightning_unitscale.precision.diagnosis import main as diagnose_command
-from lightning_unitscale.tensorboard.run_report import main as report_command
 
 _TRACEBACK = "--traceback"
 
@@ -36,13 +34,14 @@ _COMMANDS = {
 }
 # These read event files and need no configuration.
 _OF_EVENT_FILES = {
-    "compare": compare_command,
-    "diagnose": diagnose_command,
-    "report": report_command,
+    "compare": run_commands.compare,
+    "diagnose": run_commands.summarize,
+    "report": run_commands.report,
 }
 # These only plan, so their refusals are answers for the user.
-_PLANNING = ("profile", "fit-in", "precision", "explain-pipeline")
-_USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
+_PLANNING: dict[str, type[ProfileCLI]] = {
+    cli.command: cli for cli in (ProfileCLI, FitInCLI, PrecisionCLI, ExplainPipelineCLI)
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -56,12 +55,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if words == ["--version"]:
         print(f"lightning-unitscale {__version__}")
         return
-    if not words:
-        raise SystemExit(f"{_USAGE}\nlightning-unitscale: no command; try --help")
-    if not words[0].startswith("-") and words[0] not in _COMMANDS:
-        raise SystemExit(
-            f"lightning-unitscale: {words[0]}: no such command. Expected one of "
-            f"{', '.join(_COMMANDS)}. Run one of them with --help to see its options."
+    if not words or (not words[0].startswith("-") and words[0] not in _COMMANDS):
+        problem = f"{words[0]}: no such command" if words else "no command"
+        raise CommandError(
+            f"lightning-unitscale: {problem}. Expected one of {', '.join(_COMMANDS)}. See "
+            "lightning-unitscale --help."
         )
     if (command := _OF_EVENT_FILES.get(words[0])) is not None:
         command(words[1:])
@@ -69,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> None:
     # All of jsonargparse[signatures]: without one of them Lightning fails late or obscurely.
     needed = ("jsonargparse", "docstring_parser", "typeshed_client")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise SystemExit(
+        raise CommandError(
             f"lightning-unitscale: {', '.join(missing)} not found. The command line needs the "
             "extra `cli`. Run: pip install 'lightning-unitscale[cli]'"
         )
@@ -78,20 +76,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        if words[:1] == ["profile"]:
-            ProfileCLI(words[1:], run=False).profile()
-        elif words[:1] == ["fit-in"]:
-            FitInCLI(words[1:], run=False).fit_in()
-        elif words[:1] == ["precision"]:
-            PrecisionCLI(words[1:], run=False).precision()
-        elif words[:1] == ["explain-pipeline"]:
-            ExplainPipelineCLI(words[1:], run=False).explain()
+        if (planning := _PLANNING.get(words[0])) is not None:
+            planning(words[1:], run=False).answer()
         else:
             UnitScaleCLI(args=words if shows_traceback or args is not None else None)
     except Exception as error:
         if shows_traceback or not is_answer(error, plans=words[0] in _PLANNING):
             raise
-        raise SystemExit(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
+        raise CommandError(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
     except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
         raise SystemExit(EXIT_INTERRUPTED) from None
 
@@ -102,7 +94,7 @@ def _help() -> str:
     lines = [f"  {name:{width}}  {what}" for name, what in _COMMANDS.items()]
     return "\n".join(
         [
-            _USAGE,
+            "usage: lightning-unitscale COMMAND ...",
             "",
             "Unit scaling for PyTorch Lightning, from YAML: COMMAND --config FILE",
             "",

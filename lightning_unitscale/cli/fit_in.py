@@ -17,10 +17,9 @@ from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.cli.commands import ProfileCLI
 from lightning_unitscale.cli.profiled import ProfiledJob
 from lightning_unitscale.memory.budgets import parse_bytes
-from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
-from lightning_unitscale.memory.fitting import Fit, SizedStep
+from lightning_unitscale.memory.fitting import Fit, SizedStep, byte_owners, owners_table
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, parse_device
-from lightning_unitscale.memory.host_link import gpu_cost_model, link_of
+from lightning_unitscale.memory.offload import gpu_cost_model, link_of
 from lightning_unitscale.memory.problem import RematProblem
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import batch_size_of, resized
@@ -42,10 +41,12 @@ _CONTEXT_BYTES = 2**30
 class FitInCLI(ProfileCLI):
     """Find what fits into a device's memory: `fit-in --config run.yaml --memory 24GiB`.
 
-    The configuration is that of `fit`. The batch of the configuration, times its accumulated
-    batches and devices, is kept. Compared are microbatches, budgets for `RematCallback`, precisions
-    and shards by FSDP2. Nothing is trained, logged or saved, and the devices need not exist here.
+    The configuration is that of `fit`. The number of samples per optimizer step stays the same. The
+    command compares microbatches, budgets for `RematCallback`, precisions and FSDP2 shards. Nothing
+    is trained, logged or saved, and the devices need not exist here.
     """
+
+    command = "fit-in"
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -120,7 +121,8 @@ class FitInCLI(ProfileCLI):
             )
         return num_bytes
 
-    def fit_in(self) -> None:
+    @override
+    def answer(self) -> None:
         """Print what fits, and the cheapest of it."""
         batch = self._first_batch()
         self._drop_logs()

@@ -1,6 +1,7 @@
 """Account for what low precision costs: `precision --config run.yaml --json`."""
 
 import json
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class PrecisionCLI(ProfileCLI):
     `UnitScaleCallback`, if it has one. Nothing is trained, logged or saved.
     """
 
+    command = "precision"
+
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -50,7 +53,7 @@ class PrecisionCLI(ProfileCLI):
             "--pairs",
             type=int,
             default=Effort.pairs,
-            help="Number of pairs of steps with random signs.",
+            help="Number of pairs of steps to average second-order loss changes over.",
         )
         parser.add_argument("--limit", type=int, default=20, help="Number of matmuls to show.")
         parser.add_argument(
@@ -70,7 +73,8 @@ class PrecisionCLI(ProfileCLI):
             each for each in callbacks if str(each.class_path).endswith("UnitScaleCallback")
         ]
 
-    def precision(self) -> None:
+    @override
+    def answer(self) -> None:
         """Print what rounding each computation of each matmul costs."""
         model, trainer = self.model, self.trainer
         own, exempt = self._own_formats()
@@ -79,8 +83,7 @@ class PrecisionCLI(ProfileCLI):
         model.to(trainer.strategy.root_device)
         batch = trainer.strategy.batch_to_device(batch)
         if self.config.ckpt_path is not None:
-            checkpoint = torch.load(self.config.ckpt_path, map_location="cpu", weights_only=False)
-            model.load_state_dict(checkpoint["state_dict"])
+            self._load_weights(self.config.ckpt_path)
         with metering(
             model,
             step_arguments(model, _TRAINING_STEP, batch, 0),
@@ -98,6 +101,17 @@ class PrecisionCLI(ProfileCLI):
         print("The smallest set that halves the damage:")
         for name, computation in report.smallest_exemption():
             print(f"  {name}: {computation}")
+
+    def _load_weights(self, path: str) -> None:
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+            self.model.load_state_dict(checkpoint["state_dict"])
+        except (OSError, EOFError, LookupError, TypeError, RuntimeError, UnpicklingError) as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise ValueError(
+                f"ckpt_path={path!r}: the model cannot be loaded from it ({reason}). Expected a "
+                "checkpoint of this model. Pass another path."
+            ) from None
 
     def _own_formats(self) -> tuple[FP8Linears | SimulateFormat | None, Any]:
         """Return the formats of the configuration's callback, and its exemptions."""

@@ -51,10 +51,9 @@ class ScaleRule:
         name: Name of the operation, as in ``torch.nn.functional`` if it exists there.
         parameters: Names of its parameters in positional order.
         factors: Function from the arguments by name (tensors for their shapes only) to the factors.
-            It raises ``ValueError`` for arguments that the rule does not cover. Its ``mult`` is the
-            RMS of the first argument if that is not 1. The operation then counts as one of that
-            argument divided by ``mult``, whose gradient is ``mult`` times the argument's own. The
-            first argument's factor is for that gradient.
+            It raises ``ValueError`` for arguments that the rule does not cover. ``mult`` is the RMS
+            of the first argument ``x`` if that is not 1. The rule then describes the operation as a
+            function of ``x / mult``. The factor for ``x`` is for the gradient of that quotient.
         kind: How rules and the unit-scaled form treat it. ``"linear"``: homogeneous in each tensor
             argument, so that the RMS of an input scales the output. ``"sum"``: the same for two
             tensors together. ``"activation"``: not homogeneous, elementwise or nearly so. It takes

@@ -124,11 +124,7 @@ class LoopCallback:
         return (Claim(f"what {name} sets", f"{name}()"),)
 
     def start(self, loop: Loop) -> None:
-        """Begin a loop, or resume it.
-
-        Raises:
-            ValueError: If the loop does not support an option of the callback.
-        """
+        """Begin a loop, or resume it. Refuse options that the loop does not support."""
         name = type(self).__name__
         raise ValueError(
             f"{name}: it captures steps, which works only in a Lightning Trainer. Expected a "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.formats import E4M3FN, E5M2, BlockFormat, NumberFormat
+from lightning_unitscale.formats.round_numbers import rounded, rounded_blocks
 from lightning_unitscale.matmuls.block_rounding import (
     UNIT_SCALE,
     Axes,
@@ -34,7 +35,6 @@ from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateForma
 from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.torch_internals import Kernel
-from lightning_unitscale.round_numbers import rounded, rounded_blocks
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 from lightning_unitscale.scales.violations import percent
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.memory.graph_profile import GraphProfile
 from lightning_unitscale.memory.offload import HostLink
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion, RematProblem
+from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import gradient_bytes, storage_bytes
 from lightning_unitscale.memory.traced_planner import at_batch
 
@@ -351,3 +355,34 @@ def _checked(fits: Callable[[int], bool], size: int, step: int, finest: int) -> 
         else:
             step //= 2
     return size
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+
+
+def byte_owners(profile: GraphProfile, limit: int = 5) -> list[tuple[str, int]]:
+    """Return the largest owners of the bytes of a step, the largest first.
+
+    Modules whose paths differ in the numbers of their parents only, such as those of the blocks of
+    a model, are one owner. The activations of a module are the bytes that autograd saves because of
+    its own operations.
+    """
+    owners: Counter[str] = Counter(
+        {
+            "parameters": profile.parameter_bytes,
+            "gradients": profile.gradient_bytes,
+            "optimizer state": profile.optimizer_bytes,
+            "buffers": profile.buffer_bytes,
+            "batch": profile.input_bytes,
+        }
+    )
+    for node in profile.nodes:
+        path = _NUMBER.sub("*", node.module) or "the step itself"
+        owners[f"activations of {path}"] += node.saved_bytes
+    return [(owner, size) for owner, size in owners.most_common(limit) if size]
+
+
+def owners_table(profile: GraphProfile, limit: int = 5) -> str:
+    """Return the largest owners as text."""
+    rows = [(owner, format_bytes(size)) for owner, size in byte_owners(profile, limit)]
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)

@@ -8,13 +8,20 @@ they start and are waited for, so the bytes on the device do not depend on the s
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
+import torch
 
+from lightning_unitscale.arguments import shown
+from lightning_unitscale.memory.budgets import Budget
+from lightning_unitscale.memory.costs import CostModel, default_cost_model
+from lightning_unitscale.memory.gpus import GPU, GPUS, present_gpu
 from lightning_unitscale.memory.problem import Ints, Mask, NodeRegion, RematProblem
 from lightning_unitscale.memory.schedule import BackwardOrder, PlanTimeline
 
@@ -47,6 +54,19 @@ class HostLink:
         return (num_bytes / self.bytes_per_second + self.latency_seconds) / haste
 
 
+Offload = Literal["host"] | HostLink | None
+"""``"host"`` for the link of the device that runs the step, or a link to assume."""
+OP_BY_OP = (
+    "Inductor may reorder operations, so copies to the host would not end where the plan expects "
+    "it. Leave compile=True out, or leave offload out."
+)
+# Of the link's rate, after the headers of its packets (24 bytes for 128 to 256 of data).
+_LINK_SHARE = 0.8
+# A CPU copies at the rate at which it moves bytes: each is read and written.
+_CPU_LINK = HostLink(4e9)
+_MEASURED_BYTES = 64 * 2**20
+
+
 @dataclass(frozen=True)
 class IdleValue:
     """A saved value between its readers. Places are those of operations in the timeline."""
@@ -69,7 +89,7 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class Offload:
+class ChosenMoves:
     """A choice of moves for one plan, with its costs."""
 
     moves: tuple[Move, ...]
@@ -133,15 +153,8 @@ def scheduled(
     """Return moves that no operation waits for if copies are ``haste`` times as fast as the link.
 
     Each value leaves the device as early as possible, and returns as late as possible. A value is
-    left out if there is no time for its copies.
-
-    Args:
-        values: The values to move, in the order in which they become idle.
-        starts: Start of each operation of the timeline, and the end of the last one.
-        num_forward: Number of operations of the forward pass.
-        link: The connection to the host.
-        haste: Factor on the speed of the link.
-        max_in_flight: Limit on copies in one direction that have started and are not waited for.
+    left out if there is no time for its copies. ``values`` are in the order in which they become
+    idle. ``starts`` has the start of each operation, and the end of the last one.
     """
     leaving: list[tuple[IdleValue, int]] = []
     pending: deque[int] = deque()
@@ -214,14 +227,14 @@ def offloads(
     order: BackwardOrder,
     timeline: PlanTimeline,
     link: HostLink,
-) -> list[Offload]:
+) -> list[ChosenMoves]:
     """Return choices of moves for one plan, from few to many and from hidden to exposed copies.
 
     The values that are idle longest are moved first.
     """
     values = idle_values(problem, saved, order, timeline)
     starts = start_times(problem, timeline)
-    found: list[Offload] = []
+    found: list[ChosenMoves] = []
     known: set[tuple[Move, ...]] = {()}
     for chosen in _shares(values, starts):
         for haste, in_flight in _HASTES:
@@ -229,7 +242,7 @@ def offloads(
             if moves not in known:
                 known.add(moves)
                 exposed = exposed_seconds(problem, moves, starts, link)
-                found.append(Offload(moves, exposed, without_moved(problem, timeline, moves)))
+                found.append(ChosenMoves(moves, exposed, without_moved(problem, timeline, moves)))
     return found
 
 
@@ -243,3 +256,71 @@ def _shares(values: Sequence[IdleValue], starts: Sequence[float]) -> Iterator[li
     aims = sizes[-1] * np.arange(1, _NUM_SHARES + 1) / _NUM_SHARES
     for count in np.unique(np.searchsorted(sizes, aims * (1 - 1e-12)) + 1).tolist():
         yield [values[i] for i in sorted(by_length[:count].tolist())]
+
+
+def check_offload(offload: Offload, budget: Budget) -> Offload:
+    """Return a checked ``offload``, which needs a budget that limits bytes."""
+    if offload is not None and offload != "host" and not isinstance(offload, HostLink):
+        raise ValueError(
+            f"offload={shown(offload)}: not a place for saved tensors. Expected 'host', for pinned "
+            "host memory, or None. Pass offload='host'."
+        )
+    if offload is not None and budget in ("min_cut", "default"):
+        raise ValueError(
+            f"offload={shown(offload)}: budget={budget!r} limits no bytes, so nothing would be "
+            "moved. Pass a budget in bytes or a float such as budget=0.5, or leave offload out."
+        )
+    return offload
+
+
+def described_link(gpu: GPU) -> HostLink:
+    """Return the link of a GPU that need not exist here."""
+    return HostLink(_LINK_SHARE * gpu.host_bytes_per_second)
+
+
+def gpu_cost_model(gpu: GPU) -> CostModel:
+    """Return the speed of one GPU, at the rates of its data sheet.
+
+    No step is faster, so in a real one copies have more time than planned.
+    """
+    default = default_cost_model("cuda")
+    return CostModel(
+        gpu.flops_per_second,
+        gpu.bytes_per_second,
+        default.overhead_seconds,
+        default.random_seconds,
+    )
+
+
+def link_of(device: str) -> HostLink:
+    """Return the link of a device: a named GPU's as described, this machine's as measured."""
+    kind, _, name = device.partition(":")
+    if kind != "cuda":
+        return _CPU_LINK
+    if name in GPUS:
+        return described_link(GPUS[name])
+    if not torch.cuda.is_available():
+        return described_link(present_gpu())
+    return measured_link(torch.cuda.current_device())
+
+
+@functools.cache
+def measured_link(device: int) -> HostLink:
+    """Return the link of a GPU from pinned copies, at the rate of the slower direction."""
+    on_device = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+    on_host = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+    return HostLink(min(_rate(on_host, on_device), _rate(on_device, on_host)))
+
+
+def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    device = next(tensor.device for tensor in (target, source) if tensor.is_cuda)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    milliseconds = []
+    with torch.cuda.device(device):
+        for _ in range(3):
+            begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            milliseconds.append(begin.elapsed_time(end))
+    return source.numel() / (1e-3 * min(milliseconds))

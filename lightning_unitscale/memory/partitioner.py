@@ -36,19 +36,19 @@ from lightning_unitscale.memory.costs import (
     size_hint,
 )
 from lightning_unitscale.memory.gpus import present_gpu
-from lightning_unitscale.memory.host_link import (
-    OP_BY_OP,
-    Offload,
-    check_offload,
-    gpu_cost_model,
-    link_of,
-)
 from lightning_unitscale.memory.joint_graph import (
     JointGraphReader,
     Symbolic,
     changing_sizes,
     is_seeded,
     must_recompute,
+)
+from lightning_unitscale.memory.offload import (
+    OP_BY_OP,
+    Offload,
+    check_offload,
+    gpu_cost_model,
+    link_of,
 )
 from lightning_unitscale.memory.offload_graph import insert_moves
 from lightning_unitscale.memory.planner import Planner

@@ -23,7 +23,7 @@ from lightning_unitscale.capture.rollback import held_values
 from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import CostModel
 from lightning_unitscale.memory.gpus import DeviceType, parse_device
-from lightning_unitscale.memory.host_link import Offload, check_offload, gpu_cost_model, link_of
+from lightning_unitscale.memory.offload import Offload, check_offload, gpu_cost_model, link_of
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
 from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
 from lightning_unitscale.memory.planner import Planner
@@ -211,16 +211,13 @@ class StepPartitioner(RematPartitioner):
     def give_up(self, reason: str) -> None:
         """Forget the plans of a step that is not captured."""
         super().give_up(reason)
-        self.forget_plans()
-
-    def forget_plans(self) -> None:
-        """Forget the plans of a step that is captured again."""
         self.reports.clear()
 
-    def put_off_refusals(self, puts_off: bool) -> None:
+    def begin_call(self, *, puts_off: bool, is_captured_again: bool) -> None:
         """Keep the budget as far as the parts of a step allow, or raise an error at once."""
-        self._puts_off = puts_off
-        self._refusal = None
+        self._puts_off, self._refusal = puts_off, None
+        if is_captured_again:
+            self.reports.clear()
 
     def refuse(self) -> None:
         """Raise the error that was postponed for a step that stays in parts."""
@@ -358,9 +355,9 @@ def remat(
         ``explain()``. Its graphs run op by op, or by Inductor after ``transforms.compile``.
 
     Raises:
-        ValueError: If the budget is malformed or ``module`` was compiled by the user, or for
-            another ``offload`` or one that the budget cannot use. At the first
-            call, if the budget is in bytes and below the floor, which the message names.
+        ValueError: If the budget is malformed, the user compiled ``module``, or ``offload`` is
+            unknown or cannot be used with the budget. At the first call, if the budget is in bytes
+            and too small. The message names the smallest achievable peak.
     """
     budget = check_budget(budget)
     check_offload(offload, budget)

@@ -127,15 +127,8 @@ def traced_problem(
 ) -> RematProblem:
     """Return the joint graph of a training step on a simulated device.
 
-    Args:
-        module: The module, which is copied onto fake tensors and not changed.
-        *args: Arguments of the method. Only the metadata of tensors is read.
-        device: Device whose kernels are simulated. It need not exist.
-        method: Name of the method, such as ``training_step``, that returns the loss, or a dict with
-            ``"loss"``.
-        context: Makes a context around the forward pass, such as autocast.
-        cost_model: Cost of running an operator. The default is that of the device's type.
-        **kwargs: Keyword arguments of the method.
+    The arguments are those of :func:`~lightning_unitscale.profiler.profile_graph`. A method returns
+    the loss, or a dict with ``"loss"``.
 
     Raises:
         RuntimeError: If nothing of the step requires a gradient.

@@ -319,9 +319,8 @@ class RunningFunction:
 def gradient_axis(own: int, result: Tensor) -> int:
     """Return the dimension of a result's gradient that the gradient of the first operand sums over.
 
-    Args:
-        own: The dimension of the first operand that the matmul sums over.
-        result: What the matmul has made. The last dimension of matrices may have been turned since.
+    ``own`` is the dimension of that operand that the matmul sums over. The last dimensions of the
+    result may have been transposed since.
     """
     if own != -1 or result.dim() < 2:
         return own

@@ -108,8 +108,8 @@ class BalancedSplit:
                 raise
             raise RuntimeError(
                 "the step was recaptured (another batch size, or Python state that it reads has "
-                "changed), and its graph uses the parameters in another order, so that no cuts "
-                "leave them on the ranks that own them. Mark the cuts with pipe_split() or "
+                "changed). Its graph uses the parameters in an order for which no cuts keep them "
+                "on their ranks. Mark the cuts with pipe_split() or "
                 "split={path: SplitPoint.BEGINNING}."
             ) from error
         nodes = {node.name: node for node in graph.nodes}

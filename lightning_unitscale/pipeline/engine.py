@@ -137,12 +137,9 @@ class PipelineRunner:
     ) -> list[Any] | None:
         """Run :meth:`step` for the flat inputs of each microbatch.
 
-        Args:
-            microbatches: The inputs.
-            finish: Makes the loss if the graph has none. All steps pass it, or none does. It is
-                called for all microbatches before the first backward pass, under any schedule.
-            replaced: Functions that run instead of some of this rank's stages, with the same
-                arguments and results. Their backward passes are not split.
+        ``finish`` makes the loss if the graph has none. All steps pass it, or none does. It is
+        called for all microbatches before the first backward pass, under any schedule.
+        ``replaced`` has functions that run instead of stages of this rank, unsplit.
         """
         if self.pipe.program.loss is None and finish is None:
             raise ValueError(

@@ -6,8 +6,6 @@ other loggers at the end of a training.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -18,7 +16,6 @@ from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import DIRECTIONS
 from lightning_unitscale.scales.snapshot_rows import lost_kinds
 from lightning_unitscale.scales.violations import percent
-from lightning_unitscale.tensorboard.history import LastStep, command_errors, read_run
 from lightning_unitscale.tensorboard.table import Scales
 
 _FIELDS: Final = ("kind", "step", "tensor", "module", "direction", "format", "value", "text")
@@ -123,19 +120,3 @@ def _worst(scales: Scales) -> dict[str, dict[str, Any]]:
                 for kind, share in zip(kinds, np.nan_to_num(shares[index]).tolist(), strict=True):
                     see(f"{name}.{kind}", index, direction, share, share)
     return {what: {k: v for k, v in one.items() if k != "size"} for what, one in worst.items()}
-
-
-def main(args: Sequence[str]) -> None:
-    """Run the command ``diagnose``."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-unitscale diagnose",
-        description="Summarize a run that a ScaleMonitor logged to TensorBoard, one line each: "
-        "violations, trends, the worst tensors, coverage, and the first NaN or infinity.",
-    )
-    parser.add_argument("logdir", metavar="LOGDIR", help="folder of a run, with its event files")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(args)
-    with command_errors(parser.prog):
-        run = read_run(options.logdir)
-        found = diagnose(LastStep(run), run.alerts(), run.coverage())
-    print(json.dumps(found.to_json(), allow_nan=False) if options.json else found)

@@ -121,7 +121,7 @@ class MeasuredStep:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"loss={shown(self._loss)}: the step of {type(self._module).__name__} returns no "
-                "scalar loss with a gradient. Expected one to account for. Pass a function of the "
+                "scalar loss with a gradient. Expected a loss. Pass a function of the "
                 "step's output, such as loss=lambda output: output.square().mean()."
             )
         return loss

@@ -94,8 +94,8 @@ def precision_report(
         loss: Function from the step's output to its loss, if the step does not return it.
         exempt: Computations that are exempt when all are rounded together, as for :class:`FP8`.
         directions: Directions over which errors of the gradient are averaged. The relative standard
-            error of one prediction is at most ``sqrt(1 / (2 * directions))``. The largest errors
-            are measured instead, one for each 8 directions (64 on a moving grid with 8 places).
+            error of one prediction is at most ``sqrt(1 / (2 * directions))``. For every 8
+            directions (64 on a moving grid), one of the largest errors is measured instead.
         pairs: Pairs of steps over which the loss's second order is averaged. On a moving grid, each
             has a place of its own, and errors of the gradient are averaged over up to 8 of these.
         context: Context of the forward pass, such as an autocast.

@@ -239,7 +239,7 @@ def _positive(info: ParameterInfo, name: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(
             f"{name}={value}: not a value for parameter {info.fqn!r} with role "
-            f"{info.role.value!r}. Expected a positive finite number. Give it its measured one, "
+            f"{info.role.value!r}. Expected a positive finite number. Give its measured value, "
             "or the role 'other'."
         )
     return value

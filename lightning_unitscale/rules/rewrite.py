@@ -83,7 +83,7 @@ def coverage_report(plan: RulePlan) -> str:
         [
             f"Operations: {_counted(kinds)}.",
             tabulate(operations, headers, disable_numparse=True),
-            f"Attention: {num_attentions} found, on whose logits attention_mult acts.",
+            f"Attention: {num_attentions} found. attention_mult multiplies their logits.",
             f"Parameters: {_counted(actions)}.",
             tabulate(parameters, of_parameters, disable_numparse=True),
         ]

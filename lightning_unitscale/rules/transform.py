@@ -1,4 +1,4 @@
-"""Unit-scale an ordinary module by rules with ``unit_scale``."""
+"""Unit-scale an ordinary module by rules, or find the parameters that Muon should train."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.capture.captured_copy import captured_forward, reject_compiled
@@ -17,6 +17,7 @@ from lightning_unitscale.matmuls.module_matmuls import ModuleMatmuls
 from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.exchanged import PlannedParameters
+from lightning_unitscale.rules.learning_rates import takes_muon
 from lightning_unitscale.rules.plan import OnUnknown, RuleOptions
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.unit_weights import (
@@ -148,3 +149,39 @@ class _BeforeCall:
         self.gradients.start(num_accumulated=1)
         self.parameters = self.parameters or PlannedParameters()
         self.parameters.record(module, plan)
+
+
+def muon_param_groups(
+    module: nn.Module, *example_args: Any, **example_kwargs: Any
+) -> list[dict[str, Any]]:
+    """Return parameter groups of a module: hidden matrices for Muon, the others for AdamW.
+
+    The roles are read from the graph of a call, which a copy of the module runs once. Embeddings,
+    the readout, vectors, tied weights and parameters that the call does not read are the others.
+    Frozen parameters are in no group. The module is not changed.
+
+    Args:
+        module: A module that Dynamo can capture.
+        example_args: Arguments of a call, such as a batch.
+        example_kwargs: Its keyword arguments.
+
+    Returns:
+        Two groups for :class:`MuonAdamW`, with ``use_muon`` true and false. A group without
+        parameters is left out. Optimizers of other packages use the same key for Muon's groups.
+
+    Examples:
+        >>> groups = muon_param_groups(model, tokens)  # doctest: +SKIP
+        >>> optimizer = MuonAdamW(groups, lr=3e-4, muon_lr=0.02)  # doctest: +SKIP
+    """
+    scaled = unit_scale(module, init_weights=False, on_unknown="keep")
+    scaled(*example_args, **example_kwargs)
+    steps = steps_of(scaled)
+    assert steps is not None
+    (rules,) = [each for each in steps.passes if isinstance(each, RuleRewrite)]
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            plan = rules.plan.parameters.get(name)
+            is_hidden = plan is not None and takes_muon(plan.info, parameter.shape)
+            groups[is_hidden].append(parameter)
+    return [{"params": found, "use_muon": key} for key, found in groups.items() if found]

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.formats import FP32, BlockFormat
-from lightning_unitscale.round_numbers import block_scales, in_blocks
+from lightning_unitscale.formats.round_numbers import block_scales, in_blocks
 from lightning_unitscale.scales.layout import BLOCK_COLUMNS, RowLayout
 from lightning_unitscale.scales.reduce import row_dtype
-from lightning_unitscale.scales.strided import sample_stride
 from lightning_unitscale.scales.tensor_statistics import FloatArray
+from lightning_unitscale.scales.torch_rows import sample_stride
 from lightning_unitscale.scales.transfer import HostCopy
 
 
@@ -69,14 +69,9 @@ class BlockRows:
 def block_row(
     tensor: Tensor, axis: int, layout: RowLayout, tensor_scale: float | None = None
 ) -> Tensor:
-    """Return the ``block_columns`` of a tensor, whose blocks lie along a dimension.
+    """Return the ``block_columns`` of a real floating-point tensor, with blocks along ``axis``.
 
-    Args:
-        tensor: Real floating point, of any shape and strides.
-        axis: Dimension along which blocks lie.
-        layout: The formats, and the number of elements in a sample.
-        tensor_scale: Scale of a tensor for formats that have one. ``None`` takes it from the
-            tensor's largest magnitude, which reads the whole tensor.
+    Without ``tensor_scale``, formats that need one take it from the tensor's largest magnitude.
     """
     tensor = tensor.detach()
     if tensor.dim() == 0:

@@ -3,12 +3,13 @@
 The rule: fit a least-squares line to the last eight samples of log2 of a tensor's largest stored
 magnitude. The tensor will leave a format if
 
-- the line rises, by at least three standard errors of its slope; - over the eight samples it rises
-by at least half a power of two, since slow growth usually stops; - no two successive samples make
-up half of that rise, since a jump is not growth; - a line through the last four samples rises at
-least half as fast, since growth that slows down usually stops; - the tensor is still within the
-range, and at the slower of the two rates it leaves it within ``horizon`` steps and within twice the
-span of the samples, since no line continues forever.
+- the line rises, by at least three standard errors of its slope;
+- over the eight samples it rises by half a power of two, since slow growth usually stops;
+- no two successive samples make up half of that rise, since a jump is not growth;
+- a line through the last four samples rises at least half as fast, since growth that slows down
+  usually stops;
+- the tensor is still within the range, and at the slower of the two rates it leaves it within
+  ``horizon`` steps and within twice the span of the samples, since no line continues forever.
 
 The last two conditions are for the start of training, when most tensors grow for a while. Without
 them, 400 steps of the demo's GPT gave 54 forecasts, all of them false.

@@ -24,7 +24,7 @@ from lightning_unitscale.scales.launches import (
 )
 from lightning_unitscale.scales.layout import MOMENT_COLUMNS, NUM_EXPONENTS, RowLayout
 from lightning_unitscale.scales.reduce import empty_rows
-from lightning_unitscale.scales.strided import Elements, dims_in_memory, sample_stride
+from lightning_unitscale.scales.torch_rows import Elements, dims_in_memory, sample_stride
 from lightning_unitscale.scales.triton_kernels import joint_rows, partial_rows
 
 NUM_WARPS: Final = 8

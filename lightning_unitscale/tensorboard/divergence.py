@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ import numpy.typing as npt
 
 from lightning_unitscale.formats import E5M2
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
-from lightning_unitscale.tensorboard.history import RunScales
+from lightning_unitscale.tensorboard.history import RunScales, read_run
 from lightning_unitscale.tensorboard.run_pair import Doubles, PairHistory, RunPair
 
 # Relative difference of what is equal in exact numbers: another order of sums, a perturbation of
@@ -69,7 +70,7 @@ class Divergence:
     direction: Direction | None = None
     inherited: tuple[str, ...] = ()  # what it is computed from and was off already
     log2_rms: tuple[float | None, float | None] | None = None  # in either run
-    chance: float | None = None  # the difference of log2 RMS that runs of equal meaning may have
+    chance: float | None = None  # the difference of log2 RMS that counts as chance
     # For the report only.
     text: str = ""
 
@@ -93,12 +94,27 @@ class _Judged:
         return next(iter(np.flatnonzero(self.history.steps == step).tolist()), None)
 
 
-def find_divergence(a: RunScales, b: RunScales) -> Divergence:
-    """Return the first step, tensor and direction in which two runs differ beyond chance.
+def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
+    """Find the first step, tensor and direction in which two runs differ by more than chance.
+
+    The runs may have other precisions, devices and parallel layouts, but sample the same steps.
+
+    Args:
+        run_a: Folder with the event files of a run that had a ``ScaleMonitor``.
+        run_b: Folder of the other run.
+
+    Returns:
+        The finding. ``text`` is a report in a few lines.
 
     Raises:
-        ValueError: If the runs share no tensor or no step.
+        FileNotFoundError: If a folder has no event files.
+        ValueError: If a run has no scales, or the runs share no tensor or no sampled step.
     """
+    return find_divergence(read_run(run_a), read_run(run_b))
+
+
+def find_divergence(a: RunScales, b: RunScales) -> Divergence:
+    """Return the first step, tensor and direction in which two runs differ beyond chance."""
     pair = RunPair(a, b)
     histories = {direction: pair.history(direction) for direction in DIRECTIONS}
     judged: dict[Direction, _Judged] = {}
@@ -195,7 +211,7 @@ class _Difference:
     values: Doubles  # log2, (2, T, P)
 
     def chance(self, states: npt.NDArray[np.bool_], gaps: npt.NDArray[np.int64]) -> Doubles:
-        """Return the difference that runs of equal meaning may have, ``(T, P)``."""
+        """Return the difference that counts as chance, ``(T, P)``."""
         chance = np.broadcast_to(self.rounding, self.amount.shape).copy()
         with np.errstate(invalid="ignore"):
             moved = np.nan_to_num(np.abs(np.diff(self.values, axis=1)), nan=0.0)

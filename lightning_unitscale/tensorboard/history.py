@@ -5,11 +5,9 @@ It needs no torch, because the dashboard's server has none. The report uses it t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,17 +40,6 @@ from lightning_unitscale.tensorboard.schema import (
 Floats: TypeAlias = npt.NDArray[np.float32]
 # Step and tensor, in the order of the file.
 Points: TypeAlias = Iterable[tuple[int, npt.NDArray[Any]]]
-EXIT_ERROR = 2
-
-
-@contextlib.contextmanager
-def command_errors(command: str) -> Iterator[None]:
-    """End a command that reads runs with its error in one line and exit status 2."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_ERROR) from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,11 +68,7 @@ class PairHistory:
 
 
 class RunPair:
-    """The tensors of two runs in execution order, with what they read.
-
-    Raises:
-        ValueError: If the runs share no tensor or no step.
-    """
+    """The tensors of two runs in execution order, with what they read."""
 
     def __init__(self, a: RunScales, b: RunScales) -> None:
         self.runs = a, b

@@ -6,11 +6,9 @@ both are the same, so there is one map per direction.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,7 +25,6 @@ from lightning_unitscale.tensorboard.history import (
     RunScales,
     ScaleHistory,
     block_of,
-    command_errors,
     read_run,
 )
 from lightning_unitscale.tensorboard.report_page import report_page
@@ -87,30 +84,6 @@ def write_report(
         for name, run in runs.items()
     }
     return Report(page, tuple(pictures), tables, no_pictures)
-
-
-def main(args: Sequence[str]) -> None:
-    """Run the command ``report``."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-unitscale report",
-        description="Write the scales that a ScaleMonitor logged to TensorBoard as pictures and "
-        "as one HTML file that needs no server. Print the table of the last step.",
-    )
-    parser.add_argument(
-        "run_directory", nargs="+", metavar="RUN_DIR", help="folder of a run, with its event files"
-    )
-    parser.add_argument(
-        "--output", default="scale_report", metavar="DIR", help="folder to write to (%(default)s)"
-    )
-    parser.add_argument("--full", action="store_true", help="print the scales of all tensors")
-    options = parser.parse_args(args)
-    with command_errors(parser.prog):
-        report = write_report(options.run_directory, options.output, full=options.full)
-    for name, table in report.tables.items():
-        print(f"{name}\n{table}\n" if len(report.tables) > 1 else f"{table}\n")
-    print("\n".join(f"Written: {path}" for path in (*report.pictures, report.page)))
-    if report.no_pictures:
-        print(f"No picture: {report.no_pictures}", file=sys.stderr)
 
 
 def _with_more(table: str, run: RunScales) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_unitscale.precision.compare_runs import compare_runs
-from lightning_unitscale.tensorboard.divergence import Divergence
+from lightning_unitscale.tensorboard.divergence import Divergence, compare_runs
 from tests.distributed.launch import run_ranks, runs_of_collected
 from tests.distributed.layouts_run import FAULT_STEP, FAULTY, train
 from tests.helpers import sampled

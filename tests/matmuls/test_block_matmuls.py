@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unitscale import Simulate, UnitScaleCallback
 from lightning_unitscale.capture.captured_copy import captured_forward
+from lightning_unitscale.formats.round_numbers import rounded_blocks
 from lightning_unitscale.matmuls import rounding
 from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE, hadamard
 from lightning_unitscale.quantize import quantize, quantize_blocks
-from lightning_unitscale.round_numbers import rounded_blocks
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 from tests.callbacks.runs import QUIET
 from tests.helpers import assert_same_bits, run

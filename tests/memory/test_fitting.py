@@ -9,8 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_unitscale.memory.byte_owners import byte_owners, owners_table
-from lightning_unitscale.memory.fitting import Fit, Shards, SizedStep, _checked, divisors
+from lightning_unitscale.memory.fitting import (
+    Fit,
+    Shards,
+    SizedStep,
+    _checked,
+    byte_owners,
+    divisors,
+    owners_table,
+)
 from lightning_unitscale.memory.offload import HostLink
 from lightning_unitscale.memory.traced_planner import traced_problem
 from lightning_unitscale.profiler import fake_process_group, profile_graph

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_unitscale.memory.gpu_reductions import reduction_bytes
+from lightning_unitscale.memory.cuda_workspace import reduction_bytes
 from lightning_unitscale.memory.gpus import GPUS
 from lightning_unitscale.profiler import profile_graph
 

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import lightning_unitscale.transforms as transforms
-from lightning_unitscale.memory import host_copies
+from lightning_unitscale.memory import offload_graph
 from lightning_unitscale.memory.gpus import GPUS
-from lightning_unitscale.memory.host_link import described_link, link_of
 from lightning_unitscale.memory.offload import (
     MAX_IN_FLIGHT,
     IdleValue,
     Move,
+    described_link,
     exposed_seconds,
     idle_values,
+    link_of,
     scheduled,
     start_times,
     without_moved,
@@ -274,7 +275,7 @@ class _Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
     counting = _Host()
-    monkeypatch.setattr(host_copies, "np", counting)
+    monkeypatch.setattr(offload_graph, "np", counting)
     return counting
 
 
@@ -306,12 +307,12 @@ def test_an_error_in_either_pass_leaves_nothing_behind(
     planned = transforms.remat(net, 0.2, offload="host")
     planned(x).backward()
     count = host.count
-    copied = host_copies.OverlappedCopy.wait
+    copied = offload_graph.OverlappedCopy.wait
 
     def failing_after(calls: int) -> Any:
         left = iter(range(calls))
 
-        def wait(copy: host_copies.OverlappedCopy) -> Tensor:
+        def wait(copy: offload_graph.OverlappedCopy) -> Tensor:
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return copied(copy)
@@ -320,8 +321,8 @@ def test_an_error_in_either_pass_leaves_nothing_behind(
 
     for calls in (2, count + 2):  # among the copies of the forward, and of the backward pass
         with monkeypatch.context() as patch:
-            patch.setattr(host_copies.OverlappedCopy, "__del__", lambda copy: None)
-            patch.setattr(host_copies.OverlappedCopy, "wait", failing_after(calls))
+            patch.setattr(offload_graph.OverlappedCopy, "__del__", lambda copy: None)
+            patch.setattr(offload_graph.OverlappedCopy, "wait", failing_after(calls))
             with pytest.raises(KeyboardInterrupt):
                 planned(x).backward()
         gc.collect()
@@ -339,11 +340,11 @@ def test_a_copy_that_is_dropped_is_waited_for() -> None:
             self.waits += 1
 
     event = Event()
-    copy = host_copies.OverlappedCopy(torch.ones(2), torch.ones(2), event)
+    copy = offload_graph.OverlappedCopy(torch.ones(2), torch.ones(2), event)
     del copy
     gc.collect()
     assert event.waits == 1
-    copy = host_copies.OverlappedCopy(torch.ones(2), torch.ones(2), event)
+    copy = offload_graph.OverlappedCopy(torch.ones(2), torch.ones(2), event)
     copy.wait()
     del copy
     assert event.waits == 2
@@ -362,8 +363,8 @@ def test_a_copy_that_is_dropped_is_waited_for() -> None:
     ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
 )
 def test_values_layouts_and_types_return_as_they_were(tensor: Tensor) -> None:
-    there = host_copies.start_to_host(tensor).wait()
-    back = host_copies.start_to_device(there, tensor.device).wait()
+    there = offload_graph.start_to_host(tensor).wait()
+    back = offload_graph.start_to_device(there, tensor.device).wait()
     assert torch.equal(back, tensor) and back.stride() == tensor.stride()
     assert back.dtype == tensor.dtype
     assert there.numel() == 0 or there.data_ptr() != tensor.data_ptr() != back.data_ptr()

@@ -1,4 +1,4 @@
-"""Two recorded runs: where they part, and that runs of equal meaning do not."""
+"""Two recorded runs: where they diverge, and that equal runs do not."""
 
 import json
 
@@ -11,9 +11,8 @@ from torch import nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.cli import main
-from lightning_unitscale.precision.compare_runs import compare_runs
 from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS
-from lightning_unitscale.tensorboard.divergence import find_divergence
+from lightning_unitscale.tensorboard.divergence import compare_runs, find_divergence
 from lightning_unitscale.tensorboard.history import read_run
 from lightning_unitscale.tensorboard.run_pair import RunPair
 

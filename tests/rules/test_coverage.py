@@ -101,7 +101,7 @@ def test_no_parameter_and_no_attention_is_missing(is_hidden: bool) -> None:
         assert "in no captured graph: forward does not read it, or" in found["hidden.weight"]
     left = 10 if is_hidden else 8
     assert found["Parameters:"] == f"Parameters: 1 scaled, 1 zeroed, {left} left."
-    assert found["Attention:"] == "Attention: 2 found, on whose logits attention_mult acts."
+    assert found["Attention:"] == "Attention: 2 found. attention_mult multiplies their logits."
     before = [param.detach().clone() for param in scaled.later.parameters()]
     scaled(x, later=True)
     assert "in a branch that forward took later, when the weights were" in rows()["later.weight"]

@@ -22,8 +22,7 @@ from lightning_unitscale.scales.layout import (
 )
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.statistics import StepRows, statistics_row
-from lightning_unitscale.scales.strided import sample_stride
-from lightning_unitscale.scales.torch_rows import functional_row
+from lightning_unitscale.scales.torch_rows import functional_row, sample_stride
 from tests.helpers import CalledOperators
 
 DTYPES = {

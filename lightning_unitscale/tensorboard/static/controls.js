@@ -21,8 +21,8 @@ export class Controls {
       'Shown',
       'view',
       [
-        ['true', 'True value', 'What the model computes with (key s switches)'],
-        ['stored', 'Stored value', 'What is in memory: the true value over its unit (key s switches)'],
+        ['true', 'True value', 'The unscaled value in your model (key s switches)'],
+        ['stored', 'Stored value', 'What the matmul reads: the true value divided by its unit (key s switches)'],
       ],
       state.stored ? 'stored' : 'true',
       (value) => on.stored(value === 'stored'),

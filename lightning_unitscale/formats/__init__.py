@@ -56,7 +56,7 @@ class NumberFormat:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(
                 f"name={self.name!r}: a format needs a name. Expected text such as 'E3M4'. "
-                "Pass one, tables and tags show it."
+                "Pass one. Tables and tags show it."
             )
         if not _is_within(self.exponent_bits, 2, _MAX_EXPONENT_BITS):
             raise ValueError(
