@@ -8,11 +8,10 @@ stream that it was allocated in.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -157,7 +156,8 @@ def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, 
 
     Parameters, buffers and inputs exist before the first step. The first step creates the
     optimizer's state and the workspaces of libraries. Tensors that a step leaves, such as
-    gradients, are freed before the next one. A kernel's workspace exists while the kernel runs.
+    gradients, are freed before the next one. An operator allocates its results before a kernel's
+    workspace, and frees that before its operands go.
 
     Returns:
         The peak, and the sizes of the last step's blocks.
@@ -175,8 +175,11 @@ def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, 
         blocks.free_all_but(kept)
         for index, (start, end) in enumerate(pairwise(ends)):
             blocks.serve(made_at.pop(index, ()))
-            with blocks.workspace(index):
-                blocks.serve(range(start, end))
+            born = [place for place in range(start, end) if record.events[place].change > 0]
+            freed = born[-1] + 1 if born else start
+            blocks.serve(range(start, freed))
+            blocks.use_workspace(index)
+            blocks.serve(range(freed, end))
     allocator = blocks.allocator
     peak = AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)
     return peak, BlockSizes(tuple(blocks.changes), tuple(blocks.workspaces))
@@ -206,17 +209,13 @@ class _StorageBlocks:
                 self._held[storage] = self.allocator.allocate(self._sizes[storage], stream)
             self.changes[position] = self.allocator.allocated_bytes - before
 
-    @contextlib.contextmanager
-    def workspace(self, operator: int) -> Iterator[None]:
-        """Allocate an operator's workspace in this context."""
+    def use_workspace(self, operator: int) -> None:
+        """Allocate and free an operator's workspace."""
         size = self._record.operators[operator].costs.workspace_bytes
-        if not size:
-            yield
-            return
-        block = self.allocator.allocate(size)
-        self.workspaces[operator] = block.size
-        yield
-        self.allocator.free(block)
+        if size:
+            block = self.allocator.allocate(size)
+            self.workspaces[operator] = block.size
+            self.allocator.free(block)
 
     def free_all_but(self, kept: Container[int]) -> None:
         """Free the tensors that a step has left."""
