@@ -13,8 +13,7 @@ are on ``meta``. The packages that build them are installed for this script alon
 - litgpt: ``config_hub/finetune/README.md``, column "Peak memory": ``max_memory_allocated`` in
   10^9 bytes. BF16 parameters, AdamW, Alpaca2k (padded to the longest of a batch, at most 512
   tokens), A10G. The ranks of LoRA are those of the row's YAML file. litgpt 0.4.4 (July 2024) is as
-  old as the table. Its QLoRA has linear layers in NF4 and bitsandbytes' paged AdamW. Both are
-  simulated here, since bitsandbytes needs a GPU.
+  old as the table. Its QLoRA has bitsandbytes' NF4 layers and paged AdamW, simulated here.
 - PEFT: ``method_comparison/MetaMathQA/results/*.json``, ``accelerator_memory_max``: the most bytes
   reserved after a step. Llama 3.2 3B in BF16, adapters in FP32, batch 4, AdamW, L40S, torch 2.13,
   transformers 5.13.1. The lengths of batches are not published. The row of LoRA with rank 32 gives
@@ -78,8 +77,7 @@ class Row:
         value: Published bytes.
         batch: Sequences in a batch.
         model: Name of the model in litgpt.
-        options: Ranks and places of LoRA, the class of PEFT's configuration and its arguments, or
-            the number of torchtitan's GPUs.
+        options: Ranks and places of LoRA, PEFT's configuration, or torchtitan's number of GPUs.
         flag: Why the value cannot be that of the settings, if so.
     """
 
@@ -192,7 +190,7 @@ class _Litgpt(nn.Module):
                 self.register_buffer(f"gradient_{index}", torch.empty_like(param))
 
     def forward(self, ids: Tensor) -> dict[str, Any]:
-        if self.is_quantized:  # the micro-batch before, whose logits the loop still holds
+        if self.is_quantized:  # the loop still holds logits, and so the graph, of the last batch
             before = self._step(ids)
             before.pop("loss").backward()
         return self._step(ids)
@@ -212,8 +210,8 @@ class _Dequantized(torch.autograd.Function):
     """A matmul with NF4 weights, which are made whole in FP16 and cast, in both passes.
 
     References:
-        bitsandbytes, ``autograd/_functions.py``, ``MatMul4Bit``. Fabric quantizes weights in FP16
-        (``plugins/precision/bitsandbytes.py``), so that is what they are made whole in.
+        bitsandbytes 0.42.0, ``autograd/_functions.py``, ``MatMul4Bit``: it keeps its input too, as
+        an attribute. Fabric quantizes FP16 weights (``plugins/precision/bitsandbytes.py``).
     """
 
     @staticmethod
@@ -316,10 +314,8 @@ class _Titan(nn.Module):
 def _profile_titan(row: Row, length: int = 8192) -> GraphProfile:
     ids = torch.empty(row.batch, length, dtype=torch.long, device="meta")
     with fake_process_group(row.options["ranks"], device="cuda"):
-        return profile_graph(
-            _Titan(row.options["ranks"], length), ids, device="cuda:h100",
-            optimizer=torch.optim.AdamW,
-        )  # fmt: skip
+        step = _Titan(row.options["ranks"], length)
+        return profile_graph(step, ids, device="cuda:h100", optimizer=torch.optim.AdamW)
 
 
 def _reserved(profile: GraphProfile) -> int:

@@ -56,8 +56,12 @@ class _Shape(NamedTuple):
     @property
     def is_depthwise(self) -> bool:
         """Check that there is one filter for each channel of an image, not of a volume."""
-        one_each = self.groups > 1 and self.inputs == self.outputs == 1
-        return one_each and len(self.taps) < _VOLUME
+        return self.has_one_each and len(self.taps) < _VOLUME
+
+    @property
+    def has_one_each(self) -> bool:
+        """Check that there is one filter for each channel."""
+        return self.groups > 1 and self.inputs == self.outputs == 1
 
     @property
     def weight_bytes(self) -> int:
@@ -163,8 +167,8 @@ def backward(args: Sequence[Any]) -> int:
 
 def _direct_or_columns(shape: _Shape, has_bias: bool) -> int:
     """Count a convolution with its result."""
-    if shape.groups > 1 and shape.inputs == shape.outputs == 1 and _has_matrix_kernel(shape):
-        # Channels last, and back by two copies.
+    if shape.has_one_each and len(shape.taps) == _VOLUME and max(shape.dilation) == 1:
+        # ``brdgmm_dw_convolution_fwd_t`` reads channels last. The result comes back by two copies.
         running = shape.image_bytes + _filters(shape, 1, outputs=True) + shape.result_bytes
         return max(running, 3 * shape.result_bytes)
     if not _is_direct(shape):
@@ -250,16 +254,11 @@ def _turned_image_scratch(shape: _Shape) -> int:
 
 def _filters(shape: _Shape, channels: int, *, outputs: bool) -> int:
     """Return the bytes of filters with a padded number of outputs or inputs."""
-    if shape.is_depthwise or (shape.groups > 1 and shape.inputs == shape.outputs == 1):
+    if shape.has_one_each:
         padded = _rounded(shape.groups, _BLOCK)
     else:
         padded = shape.groups * _rounded(shape.outputs if outputs else shape.inputs, _BLOCK)
     return _ITEM * padded * channels * prod(shape.taps)
-
-
-def _has_matrix_kernel(shape: _Shape) -> bool:
-    """Check that ``brdgmm_dw_convolution_fwd_t`` runs on images with channels first."""
-    return len(shape.taps) == _VOLUME and max(shape.dilation) == 1
 
 
 def _is_direct(shape: _Shape) -> bool:
