@@ -13,12 +13,16 @@ are on ``meta``. The packages that build them are installed for this script alon
 - litgpt: ``config_hub/finetune/README.md``, column "Peak memory": ``max_memory_allocated`` in
   10^9 bytes. BF16 parameters, AdamW, Alpaca2k (padded to the longest of a batch, at most 512
   tokens), A10G. The ranks of LoRA are those of the row's YAML file. litgpt 0.4.4 (July 2024) is as
-  old as the table. Its QLoRA has linear layers in NF4 and bitsandbytes' paged AdamW. Both are
-  simulated here, since bitsandbytes needs a GPU.
+  old as the table. Its QLoRA has bitsandbytes' NF4 layers and paged AdamW, simulated here.
 - PEFT: ``method_comparison/MetaMathQA/results/*.json``, ``accelerator_memory_max``: the most bytes
   reserved after a step. Llama 3.2 3B in BF16, adapters in FP32, batch 4, AdamW, L40S, torch 2.13,
   transformers 5.13.1. The lengths of batches are not published. The row of LoRA with rank 32 gives
   the longest one, and all other rows are predicted with it.
+- torchtitan: ``benchmarks/llama3_h100_202412_torchtitan.md``, the rows without ``torch.compile``:
+  Llama 3.1 8B on H100, two sequences of 8192 tokens on each, FSDP2 with BF16 parameters and FP32
+  gradients, "op" checkpoints, AdamW. ``max_reserved_gib`` of ``torchtitan/metrics.py``. Its model
+  of that commit needs Triton: ``pip install --no-deps --target DIR triton==3.5.0``, and a checkout
+  of torchtitan at 9dec370 in ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ import logging
 import statistics
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,11 +44,15 @@ import torch.nn.functional as F
 from measure import RESULTS
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_unitscale.profiler import GraphProfile, profile_graph
+from lightning_unitscale.profiler import GraphProfile, fake_process_group, profile_graph
 
 PATH = RESULTS / "published_peaks.json"
 _LITGPT = "https://github.com/Lightning-AI/litgpt/blob/main/config_hub/finetune/README.md"
+_TITAN = (
+    "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+)
 _PEFT = "https://github.com/huggingface/peft/tree/main/method_comparison/MetaMathQA/results"
 _ATTENTION = {"lora_query": True, "lora_value": True}
 _EVERY = {f"lora_{part}": True for part in ("query", "key", "value", "projection", "mlp", "head")}
@@ -63,12 +72,12 @@ class Row:
     """A published peak, and the settings that it was measured with.
 
     Attributes:
-        source: ``"litgpt"`` or ``"PEFT"``.
+        source: ``"litgpt"``, ``"PEFT"`` or ``"torchtitan"``.
         name: Its name in the source.
         value: Published bytes.
         batch: Sequences in a batch.
         model: Name of the model in litgpt.
-        options: Ranks and places of LoRA, or the class of PEFT's configuration and its arguments.
+        options: Ranks and places of LoRA, PEFT's configuration, or torchtitan's number of GPUs.
         flag: Why the value cannot be that of the settings, if so.
     """
 
@@ -97,6 +106,7 @@ def _peft(name: str, value: int, kind: str = "", **options: Any) -> Row:
 
 
 _R32 = {"lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05}
+_R16 = {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.1}
 _R8 = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
 _SHARDED = "FSDP shards the state: 4 GPUs in the table, {} in the YAML file"
 ROWS = (
@@ -114,6 +124,14 @@ ROWS = (
     _litgpt("tiny-llama/full", "tiny-llama-1.1b", 14.10, 4),
     _litgpt("stablelm-3b/qlora", "stablelm-base-alpha-3b", 5.24, 1, **_R32, **_ATTENTION),
     _litgpt("falcon-7b/qlora", "falcon-7b", 9.44, 1, **_R32, **_ATTENTION),
+    _litgpt("gemma-2b/qlora", "Gemma-2b", 11.58, 2, **_R16, **_EVERY),
+    _litgpt("gemma-7b/qlora", "Gemma-7b", 17.18, 1, **_R16, **_EVERY),
+    _litgpt("llama-2-7b/qlora", "Llama-2-7b-hf", 13.68, 2, **_R32, **_ATTENTION),
+    _litgpt("llama-3-8b/qlora", "Llama-3-8B", 17.41, 2, **_R32, **_ATTENTION),
+    _litgpt("mistral-7b/qlora", "Mistral-7B-v0.1", 14.29, 2, **_R32, **_ATTENTION),
+    _litgpt("phi-2/qlora", "phi-2", 14.27, 4, **_R8, **_EVERY),
+    _litgpt("phi-3/qlora", "Phi-3-mini-4k-instruct", 19.13, 4, **_R8, **_EVERY),
+    _litgpt("tiny-llama/qlora", "tiny-llama-1.1b", 16.24, 8, **_R32, **_EVERY),
     _litgpt("phi-3/full", "Phi-3-mini-4k-instruct", 17.01, 4, flag="8 bytes a parameter are 30.6"),
     _litgpt("gemma-2b/full", "Gemma-2b", 17.43, 1, flag=_SHARDED.format(4)),
     _litgpt("phi-2/full", "phi-2", 14.44, 4, flag=_SHARDED.format(2)),
@@ -142,6 +160,8 @@ ROWS = (
         target_modules=["q_proj", "v_proj"],
     ),
     _peft("prompt_tuning-default", 24394072064, "PromptTuningConfig", num_virtual_tokens=200),
+    Row("torchtitan", "llama-3.1-8b/8-gpus", 82.4 * 2**30, 2, "8B", {"ranks": 8}),
+    Row("torchtitan", "llama-3.1-8b/128-gpus", 67.0 * 2**30, 2, "8B", {"ranks": 128}),
 )  # fmt: skip
 CALIBRATION = _peft("lora-rank32", 22292725760, "LoraConfig", r=32, lora_alpha=64)
 """The row that gives the length of PEFT's longest batch."""
@@ -160,7 +180,7 @@ class _Litgpt(nn.Module):
         with torch.device("meta"):
             self.model = package.GPT(config).to(torch.bfloat16)
             self.model.max_seq_length = 512
-        self.is_lora = bool(row.options)
+        self.is_lora, self.is_quantized = bool(row.options), row.is_quantized
         if row.options:
             lora.mark_only_lora_as_trainable(self.model)
             if row.is_quantized:
@@ -170,6 +190,12 @@ class _Litgpt(nn.Module):
                 self.register_buffer(f"gradient_{index}", torch.empty_like(param))
 
     def forward(self, ids: Tensor) -> dict[str, Any]:
+        if self.is_quantized:  # the loop still holds logits, and so the graph, of the last batch
+            before = self._step(ids)
+            before.pop("loss").backward()
+        return self._step(ids)
+
+    def _step(self, ids: Tensor) -> dict[str, Any]:
         # Fabric's "bf16-true" returns FP32 (HalfPrecision.convert_output).
         if not self.is_lora:
             whole = self.model(ids).float()
@@ -184,19 +210,18 @@ class _Dequantized(torch.autograd.Function):
     """A matmul with NF4 weights, which are made whole in FP16 and cast, in both passes.
 
     References:
-        bitsandbytes, ``autograd/_functions.py``, ``MatMul4Bit``. Fabric quantizes weights in FP16
-        (``plugins/precision/bitsandbytes.py``), so that is what they are made whole in.
+        bitsandbytes 0.42.0, ``autograd/_functions.py``, ``MatMul4Bit``: it keeps its input too, as
+        an attribute. Fabric quantizes FP16 weights (``plugins/precision/bitsandbytes.py``).
     """
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, packed: Tensor, scales: Tensor, shape: Any) -> Tensor:
-        ctx.save_for_backward(packed)
-        ctx.shape = shape
+        ctx.tensors, ctx.shape = (given, packed), shape
         return F.linear(given, packed.new_empty(shape, dtype=torch.half).to(given.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (packed,) = ctx.saved_tensors
+        _, packed = ctx.tensors
         weight = packed.new_empty(ctx.shape, dtype=torch.half).to(grads[0].dtype)
         return grads[0] @ weight, None, None, None
 
@@ -265,6 +290,34 @@ def _profile_peft(row: Row, length: int) -> GraphProfile:
     )  # fmt: skip
 
 
+class _Titan(nn.Module):
+    """torchtitan's step, with its checkpoints and shards."""
+
+    def __init__(self, ranks: int, length: int) -> None:
+        super().__init__()
+        titan = importlib.import_module("torchtitan.models.llama")
+        parallel = importlib.import_module("torchtitan.parallelisms.parallelize_llama")
+        config = replace(titan.llama3_configs["8B"], vocab_size=128256, max_seq_len=length)
+        with torch.device("meta"):
+            self.model = titan.Transformer(config)
+        parallel.apply_ac(self.model, Namespace(mode="selective", selective_ac_option="op"))
+        mesh = init_device_mesh("cuda", (ranks,))
+        parallel.apply_fsdp(self.model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(0, 1))
+        del logits  # as torchtitan's loop does before the backward pass
+        return loss
+
+
+def _profile_titan(row: Row, length: int = 8192) -> GraphProfile:
+    ids = torch.empty(row.batch, length, dtype=torch.long, device="meta")
+    with fake_process_group(row.options["ranks"], device="cuda"):
+        step = _Titan(row.options["ranks"], length)
+        return profile_graph(step, ids, device="cuda:h100", optimizer=torch.optim.AdamW)
+
+
 def _reserved(profile: GraphProfile) -> int:
     assert profile.allocator is not None
     return profile.allocator.reserved_bytes
@@ -281,15 +334,16 @@ def longest_batch() -> int:
 def predict(row: Row, length: Callable[[], int]) -> dict[str, Any]:
     """Return a row with its prediction, and the error in percent."""
     began = time.perf_counter()
-    if row.source == "PEFT":
-        profile = _profile_peft(row, length())
-        predicted = _reserved(profile)
-    else:
+    if row.source == "litgpt":
         profile = _profile_litgpt(row)
         predicted = profile.peak_bytes
+    else:
+        is_peft = row.source == "PEFT"
+        profile = _profile_peft(row, length()) if is_peft else _profile_titan(row)
+        predicted = _reserved(profile)
     return {
         **asdict(row),
-        "address": _PEFT if row.source == "PEFT" else _LITGPT,
+        "address": {"PEFT": _PEFT, "torchtitan": _TITAN, "litgpt": _LITGPT}[row.source],
         "predicted": predicted,
         "error %": round(100 * (predicted / row.value - 1), 2),
         "peak at": f"{profile.peak.phase} {profile.peak.operator}",

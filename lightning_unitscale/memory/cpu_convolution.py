@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.memory import avx2_convolution
-from lightning_unitscale.memory.operator_bytes import bytes_of, copy_of, is_channels_last
+from lightning_unitscale.memory.operator_bytes import (
+    bytes_of,
+    copy_of,
+    has_channels_last,
+    is_channels_last,
+    turned_bytes,
+)
 
 # oneDNN groups as many channels as an AVX-512 register has floats.
 _CHANNEL_BLOCK = 16
 # Up to this many channels are read from the plain layout.
 _PLAIN_CHANNELS = 3
 _SCRATCH_ALIGNMENT = 128
+_VOLUME = 5  # dimensions of a batch of volumes
 # For one filter per channel on channels-last images: with more taps in a row than this, the
 # gradient of the weights is the sum of this many partial ones, for any batch and thread count.
 _DEPTHWISE_TAPS = 3
@@ -87,38 +94,47 @@ def _takes_onednn(
 
 
 def _columns_forward(args: Sequence[Any], result: Any) -> int:
-    images, weight, groups = args[0], args[1], args[8]
-    is_whole = args[6] or max(args[5]) == 1
-    columns = _column_bytes(args[0], weight, result, args[3:9], is_whole=is_whole)
+    images, weight, groups = args[0], args[1], _split_groups(args[0], args[3:9])
+    columns = _column_bytes(images, weight, result, args[3:9], is_free=not args[6])
     if groups == 1:
-        return columns + (bytes_of(weight) if is_channels_last(images) and columns else 0)
-    # The results of all groups are joined at the end.
-    return max(bytes_of(result), bytes_of(images) // groups + columns)
+        return columns + _turned(columns, weight, images)
+    # The results of all groups are joined at the end. Channels of one image need no copy.
+    copied = bytes_of(images) // groups if int(images.shape[0]) > 1 else 0
+    return max(bytes_of(result), copied + columns)
 
 
 def _columns_backward(args: Sequence[Any], result: Any) -> int:
-    grad, images, weight, groups, mask = args[0], args[1], args[2], args[9], args[10]
-    sizes = [int(weight.shape[0]) * weight.element_size() if mask[2] else 0]
-    sizes += [
-        bytes_of(tensor) for tensor, needed in ((images, mask[0]), (weight, mask[1])) if needed
-    ]
+    grad, images, weight, mask = args[0], args[1], args[2], args[10]
+    groups = _split_groups(images, args[4:10])
     # The gradient of 3-D images has columns for any filter.
     is_dense, is_free = max(args[6]) == 1, images.dim() < 5 or not mask[0]
     columns = _column_bytes(
         images, weight, grad, args[4:10], is_whole=is_dense and not args[7], is_free=is_free
     )
     # A sum in 16 bits reads a copy of the gradient in FP32.
-    channels = int(weight.shape[1] * groups if args[7] else weight.shape[0])
+    channels = int(weight.shape[1] * args[9] if args[7] else weight.shape[0])
     is_copied = mask[2] and is_dense and grad.element_size() < 4 and not is_channels_last(grad)
     copied = 4 * (grad.numel() + channels) // groups if is_copied else 0
     own = bytes_of(weight) if mask[1] else 0
     if groups == 1:
-        plain = bytes_of(weight) if is_channels_last(images) and columns else 0
-        return max(plain + columns, copied - own)
+        return max(columns + _turned(columns, weight, images, grad), copied - own)
     # The gradients of all groups are joined at the end.
-    joined = sum(bytes_of(each) for each, needed in zip(args[1:3], mask, strict=False) if needed)
-    split = (bytes_of(images) + bytes_of(grad)) // groups
+    sizes = (bytes_of(images), bytes_of(weight), channels * grad.element_size())
+    joined = sum(size for size, needed in zip(sizes, mask, strict=True) if needed)
+    split = (bytes_of(images) + bytes_of(grad)) // groups if int(images.shape[0]) > 1 else 0
     return max(joined, split + max(columns, copied - own // groups))
+
+
+def _turned(columns: int, weight: Tensor, images: Tensor, *others: Tensor) -> int:
+    """Return the bytes of copies with channels last, also of the filters for columns."""
+    if not has_channels_last(images, weight):
+        return 0
+    return turned_bytes(images, *others) + (bytes_of(weight) if columns else 0)
+
+
+def _split_groups(images: Tensor, options: Sequence[Any]) -> int:
+    """Return how many groups torch convolves one after the other. Dense volumes go at once."""
+    return 1 if images.dim() == _VOLUME and max(options[2]) == 1 and not options[3] else options[5]
 
 
 def _column_bytes(
@@ -127,7 +143,7 @@ def _column_bytes(
     result: Tensor,
     options: Sequence[Any],
     *,
-    is_whole: bool,
+    is_whole: bool | None = None,
     is_free: bool = True,
 ) -> int:
     """Return the bytes of the patches of all images, or of one where torch takes them in turn.
@@ -138,9 +154,13 @@ def _column_bytes(
     taps = prod(map(int, weight.shape[2:]))
     if is_free and taps == max(*stride, *dilation) == 1 and not any(padding):
         return 0
+    is_volume = images.dim() == _VOLUME
+    if is_whole is None:
+        is_whole = not is_volume if is_transposed else max(dilation) == 1
     batch = int(images.shape[0]) if is_whole else 1
     positions = prod(map(int, (images if is_transposed else result).shape[2:]))
-    return batch * int(weight.shape[1]) * taps * positions * images.element_size()
+    channels = int(weight.shape[1]) * options[5] // _split_groups(images, options)
+    return batch * channels * taps * positions * images.element_size()
 
 
 def _blocked(tensor: Tensor) -> int:
@@ -155,7 +175,7 @@ def _blocked(tensor: Tensor) -> int:
 
 def _wide_forward(args: Sequence[Any], result: Any) -> int:
     images, weight, groups = args[0], args[1], args[8]
-    if is_channels_last(images):
+    if has_channels_last(images, weight):
         return bytes_of(weight) * (1 if groups > 1 else 2)
     inputs = _blocked(images) + bytes_of(weight) + _thinned(args[4], weight, result)
     output = _blocked(result)
@@ -174,7 +194,7 @@ def _thinned(stride: Sequence[int], weight: Tensor, output: Tensor) -> int:
 def _wide_backward(args: Sequence[Any], result: Any) -> int:
     """Count the gradient of the input, then those of weight and bias, then their plain copies."""
     grad, images, weight, mask = args[0], args[1], args[2], args[10]
-    if is_channels_last(images):
+    if has_channels_last(images, weight):
         is_depthwise = args[9] > 1 and int(weight.shape[1]) == 1
         if is_depthwise and int(weight.shape[-1]) > _DEPTHWISE_TAPS:
             bias = int(weight.shape[0]) * weight.element_size() if mask[2] else 0

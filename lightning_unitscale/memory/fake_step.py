@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ from lightning_unitscale.functional.scale import hooks_in_transforms
 from lightning_unitscale.memory.gpus import GPU
 from lightning_unitscale.memory.record_operators import GraphTrace, ModuleTrace, StorageRecorder
 from lightning_unitscale.memory.step_record import StepRecord
+from lightning_unitscale.patching import shadowed
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 # Attributes that do not belong to a module and are not copied: Lightning's Trainer.
@@ -133,6 +135,7 @@ class FakeStep:
             watching_shards(recorder.resizing, recorder.paused),
             simulating(recorder.device, *([recorder.gpu.capability] if recorder.gpu else ())),
             _named_errors(recorder),
+            _single_sequences(self.inputs),
         ):
             self._declare(trace)
             args, kwargs = self.inputs
@@ -211,6 +214,29 @@ def _roots(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
     """Return the tensors that the backward pass starts from, or none if no gradient is needed."""
     output = own_loss(output) if loss is None else loss(output)
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+@contextlib.contextmanager
+def _single_sequences(inputs: Any) -> Iterator[None]:
+    """Report one sequence in a row to transformers, unless the user passes positions.
+
+    Without values, transformers assumes several. It then makes a mask, and attention other copies
+    (``masking_utils.py`` of 5.13 to 5.23, for models without a cache of keys).
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        yield
+        return
+    original = getattr(masks, name)
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(inputs)}
+
+    def found(position_ids: Tensor) -> Any:
+        is_given = position_ids.untyped_storage()._cdata in given
+        return original(position_ids) if is_given else None
+
+    with shadowed(masks, **{name: found}):
+        yield
 
 
 @contextlib.contextmanager

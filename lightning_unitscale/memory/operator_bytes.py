@@ -13,6 +13,7 @@ from lightning_unitscale.capture.flops import Formula
 
 aten = torch.ops.aten
 T = TypeVar("T")
+_IMAGE = 4  # dimensions of a batch of images
 
 
 def bytes_of(tensor: Tensor | None) -> int:
@@ -26,12 +27,30 @@ def copy_of(tensor: Tensor) -> int:
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Check whether the channels of an image are beside each other."""
-    return (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
+    """Check whether the channels of an image are beside each other, by its strides.
+
+    Those decide for dimensions of one element too (``is_strides_like_channels_last_2d`` of torch's
+    ``c10/core/MemoryFormat.h``).
+    """
+    if tensor.dim() != _IMAGE:
+        return False
+    least, strides = 1, [int(stride) for stride in tensor.stride()]
+    for dim in (1, 3, 2, 0):
+        if strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(1, int(tensor.shape[dim]))
+    return True
+
+
+def has_channels_last(images: Tensor, weight: Tensor) -> bool:
+    """Check whether a convolution runs with channels last."""
+    return is_channels_last(images) or is_channels_last(weight)
+
+
+def turned_bytes(*tensors: Tensor) -> int:
+    """Return the bytes of the copies of the tensors that have channels first."""
+    turned = (each.is_contiguous(memory_format=torch.channels_last) for each in tensors)
+    return sum(bytes_of(each) for each, there in zip(tensors, turned, strict=True) if not there)
 
 
 def copies_of(*positions: int) -> Formula:

@@ -102,6 +102,8 @@ class StorageRecorder(OperatorMode):
         self._indices: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._task = 0
+        # A simulated GPU has the CPU's streams.
+        self._streams = {torch.cpu.current_stream(): 0}
         self._sums_anew: Any = None
         self._kept_workspaces = KeptWorkspaces(gpu)
         self._is_paused = False
@@ -205,7 +207,8 @@ class StorageRecorder(OperatorMode):
             return self._indices[key]
         index, size = len(self._sizes), storage.nbytes()
         self._sizes.append(size)
-        self.record.storages.append(StorageLife(size, node=node, born=born))
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        self.record.storages.append(StorageLife(size, node=node, born=born, stream=stream))
         self._tasks.append(self._task)
         self._indices[key] = index
         self.record.events.append(Event(index, size, born))

@@ -1,17 +1,17 @@
 """Simulate the memory that CUDA's caching allocator takes: segments, cut into blocks.
 
-The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp`` for one stream. Only
-``expandable_segments:True`` of ``PYTORCH_ALLOC_CONF`` is supported.
+The rules are those of torch 2.13's ``c10/cuda/CUDACachingAllocator.cpp``. Only
+``expandable_segments:True`` of ``PYTORCH_ALLOC_CONF`` is supported. A free block serves only the
+stream that it was allocated in.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -36,11 +36,17 @@ _SEGMENT_DISTANCE = 2**50
 
 
 class Block(NamedTuple):
-    """Part of a segment of the small or the large pool."""
+    """Part of a segment of the small or the large pool of a stream."""
 
     size: int
     address: int
     is_small: bool
+    stream: int = 0
+
+    @property
+    def pool(self) -> tuple[int, bool]:
+        """Return the key of its pool."""
+        return self.stream, self.is_small
 
 
 class CachingAllocator:
@@ -55,27 +61,27 @@ class CachingAllocator:
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
-        self._ends = [_SEGMENT_DISTANCE, 0]  # bytes of the segments that grow
+        self._ends: dict[tuple[int, bool], int] = {}  # of the segments that grow, by pool
         self.reserved_bytes = self.allocated_bytes = self.max_allocated_bytes = 0
         self._num_segments = 0
-        # Free blocks of the large and of the small pool, by size and then by address.
-        self._free: tuple[list[Block], list[Block]] = ([], [])
+        # Free blocks of each pool, by size and then by address.
+        self._free: dict[tuple[int, bool], list[Block]] = defaultdict(list)
         self._free_from: dict[int, Block] = {}
         self._free_up_to: dict[int, Block] = {}
 
-    def allocate(self, num_bytes: int) -> Block:
-        """Return the smallest free block that is large enough, or one of a new segment."""
+    def allocate(self, num_bytes: int, stream: int = 0) -> Block:
+        """Return the stream's smallest free block that is large enough, or a new segment's."""
         size = allocated_bytes(max(num_bytes, 1), "cuda")
         is_small = size <= _SMALL_BYTES
-        pool = self._free[is_small]
+        pool = self._free[stream, is_small]
         at = bisect.bisect_left(pool, (size, 0))
         if at < len(pool):
             block = self._take(pool[at])
         else:
-            block = (self._grown if self.expandable else self._new_segment)(size, is_small)
+            block = (self._grown if self.expandable else self._new_segment)(size, is_small, stream)
         rest = block.size - size
         if rest >= BLOCK_BYTES if is_small or self.expandable else rest > _SMALL_BYTES:
-            self._put(Block(rest, block.address + size, is_small))
+            self._put(block._replace(size=rest, address=block.address + size))
             block = block._replace(size=size)
         self.allocated_bytes += block.size
         self.max_allocated_bytes = max(self.max_allocated_bytes, self.allocated_bytes)
@@ -84,14 +90,14 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Take a block back, and join it with the free parts next to it."""
         self.allocated_bytes -= block.size
-        size, address, is_small = block
+        size, address, *_ = block
         if after := self._free_from.get(address + size):
             size += self._take(after).size
         if before := self._free_up_to.get(address):
             size, address = size + self._take(before).size, before.address
-        self._put(Block(size, address, is_small))
+        self._put(block._replace(size=size, address=address))
 
-    def _new_segment(self, size: int, is_small: bool) -> Block:
+    def _new_segment(self, size: int, is_small: bool, stream: int) -> Block:
         if is_small:
             total = _SMALL_SEGMENT_BYTES
         elif size < _OWN_SEGMENT_BYTES:
@@ -100,25 +106,26 @@ class CachingAllocator:
             total = -(-size // _SEGMENT_ROUNDING) * _SEGMENT_ROUNDING
         self.reserved_bytes += total
         self._num_segments += 1
-        return Block(total, self._num_segments * _SEGMENT_DISTANCE, is_small)
+        return Block(total, self._num_segments * _SEGMENT_DISTANCE, is_small, stream)
 
-    def _grown(self, size: int, is_small: bool) -> Block:
+    def _grown(self, size: int, is_small: bool, stream: int) -> Block:
         """Return the free end of the pool's segment with as many pages as it lacks."""
-        end = self._ends[is_small]
+        pool = (stream, is_small)
+        end = self._ends.setdefault(pool, len(self._ends) * _SEGMENT_DISTANCE)
         tail = self._free_up_to.get(end)
-        free = self._take(tail) if tail else Block(0, end, is_small)
+        free = self._take(tail) if tail else Block(0, end, is_small, stream)
         page = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
         grown = -(-(size - free.size) // page) * page
         self.reserved_bytes += grown
-        self._ends[is_small] = end + grown
+        self._ends[pool] = end + grown
         return free._replace(size=free.size + grown)
 
     def _put(self, block: Block) -> None:
-        bisect.insort(self._free[block.is_small], block)
+        bisect.insort(self._free[block.pool], block)
         self._free_from[block.address] = self._free_up_to[block.address + block.size] = block
 
     def _take(self, block: Block) -> Block:
-        pool = self._free[block.is_small]
+        pool = self._free[block.pool]
         del pool[bisect.bisect_left(pool, block)]
         del self._free_from[block.address], self._free_up_to[block.address + block.size]
         return block
@@ -149,7 +156,8 @@ def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, 
 
     Parameters, buffers and inputs exist before the first step. The first step creates the
     optimizer's state and the workspaces of libraries. Tensors that a step leaves, such as
-    gradients, are freed before the next one. A kernel's workspace exists while the kernel runs.
+    gradients, are freed before the next one. An operator allocates its results before a kernel's
+    workspace, and frees that before its operands go.
 
     Returns:
         The peak, and the sizes of the last step's blocks.
@@ -167,8 +175,11 @@ def serve_steps(record: StepRecord, num_steps: int = 3) -> tuple[AllocatorPeak, 
         blocks.free_all_but(kept)
         for index, (start, end) in enumerate(pairwise(ends)):
             blocks.serve(made_at.pop(index, ()))
-            with blocks.workspace(index):
-                blocks.serve(range(start, end))
+            born = [place for place in range(start, end) if record.events[place].change > 0]
+            freed = born[-1] + 1 if born else start
+            blocks.serve(range(start, freed))
+            blocks.use_workspace(index)
+            blocks.serve(range(freed, end))
     allocator = blocks.allocator
     peak = AllocatorPeak(allocator.reserved_bytes, allocator.max_allocated_bytes)
     return peak, BlockSizes(tuple(blocks.changes), tuple(blocks.workspaces))
@@ -194,20 +205,17 @@ class _StorageBlocks:
                 self.allocator.free(self._held.pop(storage))
             self._sizes[storage] += change
             if change and self._sizes[storage] > 0:
-                self._held[storage] = self.allocator.allocate(self._sizes[storage])
+                stream = self._record.storages[storage].stream
+                self._held[storage] = self.allocator.allocate(self._sizes[storage], stream)
             self.changes[position] = self.allocator.allocated_bytes - before
 
-    @contextlib.contextmanager
-    def workspace(self, operator: int) -> Iterator[None]:
-        """Allocate an operator's workspace in this context."""
+    def use_workspace(self, operator: int) -> None:
+        """Allocate and free an operator's workspace."""
         size = self._record.operators[operator].costs.workspace_bytes
-        if not size:
-            yield
-            return
-        block = self.allocator.allocate(size)
-        self.workspaces[operator] = block.size
-        yield
-        self.allocator.free(block)
+        if size:
+            block = self.allocator.allocate(size)
+            self.workspaces[operator] = block.size
+            self.allocator.free(block)
 
     def free_all_but(self, kept: Container[int]) -> None:
         """Free the tensors that a step has left."""

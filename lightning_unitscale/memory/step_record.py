@@ -42,6 +42,7 @@ class StorageLife:
     kind: Kind = "temporary"
     node: int = OUTSIDE  # the forward node that allocated it, in its forward or its backward
     born: int = OUTSIDE  # the operator that allocated it, or OUTSIDE if it existed before
+    stream: int = 0  # of the GPU, in which FSDP gathers parameters and reduces gradients
 
 
 @dataclass(frozen=True)

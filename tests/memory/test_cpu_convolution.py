@@ -40,6 +40,29 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "transposed, dense": {
         "channels": (64, 32), "size": (14, 14), "taps": 3, "padding": 1, "turned": True,
     },
+    "transposed groups": {
+        "channels": (8, 30), "size": (33, 33), "taps": 3, "stride": 3, "padding": 2, "dilation": 2,
+        "groups": 2, "turned": True,
+    },
+    "transposed, limited": {
+        "channels": (8, 128), "size": (16, 16), "taps": 16, "padding": 15, "dilation": 2,
+        "turned": True,
+    },
+    "transposed sequence": {
+        "channels": (16, 16), "size": (1000,), "taps": 2, "stride": 3, "turned": True,
+    },
+    "uneven strided tap": {"channels": (24, 16), "size": (28, 28), "taps": 1, "stride": 3},
+    "strided tap of few": {"channels": (3, 32), "size": (28, 28), "taps": 1, "stride": 2},
+    "dilated depthwise": {
+        "channels": (20, 20), "size": (12, 12), "taps": 3, "dilation": 3, "groups": 20,
+    },
+    "depthwise volume": {
+        "channels": (16, 16), "size": (12, 12, 12), "taps": 3, "padding": 1, "groups": 16,
+    },
+    "volume in groups": {
+        "channels": (8, 4), "size": (12, 12, 12), "taps": 3, "stride": 3, "padding": 2,
+        "dilation": 2, "groups": 4,
+    },
 }  # fmt: skip
 
 
@@ -87,11 +110,40 @@ def test_the_kernels_of_onednn(name: str) -> None:
     _check(_arguments(**_SHAPES[name]), 0.002)
 
 
+_LAST = {
+    "few positions": {"channels": (64, 128), "size": (2, 2), "taps": 3, "padding": 1},
+    "wide depthwise of few": {
+        "channels": (384, 384),
+        "size": (4, 4),
+        "taps": 7,
+        "padding": 3,
+        "groups": 384,
+    },
+    "odd groups": {
+        "channels": (16, 8),
+        "size": (12, 12),
+        "taps": 5,
+        "padding": 1,
+        "dilation": 2,
+        "groups": 4,
+    },
+    **{
+        name: _SHAPES[name]
+        for name in ("patches", "stem", "wide depthwise", "depthwise", "one tap", "groups")
+    },
+}
+
+
 @needs_avx2
-@pytest.mark.parametrize("name", ["patches", "wide depthwise"])
-def test_channels_last_images(name: str) -> None:
-    images, *rest = _arguments(**_SHAPES[name])
-    _check((images.to(memory_format=torch.channels_last), *rest), 0.02)
+@pytest.mark.parametrize("name", _LAST)
+@pytest.mark.parametrize("which", ["images", "filters", "both"])
+def test_channels_last(name: str, which: str) -> None:
+    images, weight, *rest = _arguments(**_LAST[name])
+    if which != "filters":
+        images = images.to(memory_format=torch.channels_last)
+    if which != "images":
+        weight = weight.to(memory_format=torch.channels_last)
+    _check((images, weight, *rest), 0.002)
 
 
 @pytest.mark.skipif(runs_in_onednn(torch.bfloat16), reason="oneDNN runs them")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.memory.real_memory import optimizer_state_bytes, storages_of
 from lightning_unitscale.profiler import profile_graph
@@ -105,3 +105,32 @@ def test_the_state_of_an_optimizer_of_sparse_gradients() -> None:
     table(torch.arange(3)).sum().backward()
     optimizer.step()
     assert before == optimizer_state_bytes([optimizer]) == 2 * table.weight.nbytes
+
+
+class _LanguageModel(nn.Module):
+    """A model of transformers without a cache, as with checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        self.model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+            )
+        )  # fmt: skip
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids, position_ids=positions).loss
+        return loss
+
+
+@pytest.mark.parametrize("rows", [(), (torch.arange(32).repeat(4, 2),)], ids=["none", "given"])
+def test_only_given_positions_can_be_of_several_sequences(rows: tuple[Tensor, ...]) -> None:
+    model, ids = _LanguageModel(), torch.zeros(4, 64, dtype=torch.long)
+    profile = profile_graph(model, ids, *rows)
+    # For a mask, keys and values are repeated for the heads of their group.
+    names = {node.op for node in profile.nodes if "self_attn" in node.module}
+    assert ("expand" in names) == bool(rows)
+    measured = measured_peak(model, ids, *rows, loss=lambda loss: loss)
+    assert profile.peak_bytes == pytest.approx(measured, rel=0.002)

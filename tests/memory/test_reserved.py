@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_unitscale.memory.gpus import GPUS
 from lightning_unitscale.memory.graph_profile import GraphProfile
 from lightning_unitscale.memory.reserved import CachingAllocator
-from lightning_unitscale.profiler import profile_graph
+from lightning_unitscale.profiler import fake_process_group, profile_graph
 
 KIB, MIB = 2**10, 2**20
 
@@ -66,6 +68,40 @@ def test_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.peak_bytes == profile.allocator.allocated_bytes
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     assert _profile("cuda").peak_bytes >= profile.peak_bytes
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_free_block_serves_its_own_stream(expandable: bool) -> None:
+    allocator = CachingAllocator(expandable=expandable)
+    block = allocator.allocate(20 * MIB, 1)
+    allocator.free(block)
+    assert allocator.allocate(20 * MIB).address != block.address
+    assert allocator.reserved_bytes == 40 * MIB
+    assert allocator.allocate(20 * MIB, 1).address == block.address
+    assert allocator.reserved_bytes == 40 * MIB
+
+
+def test_fsdp_gathers_and_reduces_in_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    width, ranks = 2048, 2
+    layer = 4 * width**2
+
+    def reserved() -> int:
+        with fake_process_group(ranks, device="cuda"):
+            with torch.device("meta"):
+                model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+            mesh = init_device_mesh("cuda", (ranks,))
+            for part in (*model, model):
+                fully_shard(part, mesh=mesh)
+            given = torch.empty(8, width, device="meta")
+            profile = profile_graph(model, given, device="cuda:h100")
+        assert profile.allocator is not None
+        return profile.allocator.reserved_bytes
+
+    several = reserved()
+    only = torch.cpu.current_stream()
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda: only)
+    # In one stream, two buffers for gathering and the reduced gradients would use other's blocks.
+    assert several - reserved() == 2 * layer + 3 * layer // ranks
 
 
 class Plain:
