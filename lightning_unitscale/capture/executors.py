@@ -34,7 +34,7 @@ from lightning_unitscale.capture.graph_nodes import (
     op_name,
     requires_grad,
 )
-from lightning_unitscale.capture.held_inputs import holding_inputs
+from lightning_unitscale.capture.held_inputs import hold_inputs
 from lightning_unitscale.capture.patches import drop_inference_mode
 from lightning_unitscale.scales.statistics import join_rows
 
@@ -80,9 +80,7 @@ def execute_with(
     backward_autocast = "same_as_forward" if backward_is_autocast else "off"
     backward = functorch_config.patch(backward_pass_autocast=backward_autocast)
     if executor == "aot_eager":
-        partition_fn = holding_inputs(
-            _drawing_once(partition_fn or min_cut_rematerialization_partition)
-        )
+        partition_fn = _as_uncaptured(partition_fn or min_cut_rematerialization_partition)
         # Boxed inputs let each saved tensor be freed after its last reader.
         options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:
@@ -140,15 +138,18 @@ def _drop_unread_draws(graph: fx.Graph, of_forward: set[str]) -> None:
         graph.eliminate_dead_code()
 
 
-def _drawing_once(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a partitioner that leaves unread random operators to the forward graph alone."""
+def _as_uncaptured(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a partitioner whose graphs draw once, and read inputs as an uncaptured step does."""
 
-    def partition_draws(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
+    def partition_and_mend(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
         forward, backward = partition(joint, *args, **options)
         _drop_unread_draws(backward.graph, {node.name for node in forward.graph.nodes})
+        hold_inputs(forward.graph, backward.graph, options["num_fwd_outputs"])
+        forward.recompile()
+        backward.recompile()
         return forward, backward
 
-    return partition_draws
+    return partition_and_mend
 
 
 def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
