@@ -263,6 +263,10 @@ class Trial:
 
     def begin(self) -> None:
         """Record the state before any of the call has run."""
+        for param in self._module.parameters():
+            # A hook gave the parameter data of another size, which Dynamo and `undo` refuse.
+            if not is_lazy(param) and param.grad is not None and param.grad.shape != param.shape:
+                param.grad = None
         # Items taken from an iterator cannot be put back, nor FSDP's state of its gathering.
         # Made lazily: most calls never begin, and this reads all parameters.
         if not self.undoers and not self._takes and not is_sharded(self._module):
