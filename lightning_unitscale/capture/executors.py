@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
 
 from lightning_unitscale.capture.aliasing import is_random, memory_roots, written_arguments
 from lightning_unitscale.capture.aot_backend import (
@@ -33,7 +34,7 @@ from lightning_unitscale.capture.graph_nodes import (
     op_name,
     requires_grad,
 )
-from lightning_unitscale.capture.held_inputs import holding_inputs
+from lightning_unitscale.capture.held_inputs import hold_inputs
 from lightning_unitscale.capture.patches import drop_inference_mode
 from lightning_unitscale.scales.statistics import join_rows
 
@@ -43,6 +44,9 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 
 
 aten = torch.ops.aten
+
+# Otherwise torch drops draws that nothing reads, and later ones draw other numbers.
+_KEEPING_DRAWS = {"fallback_random": True}
 
 
 class GraphRewriter(Protocol):
@@ -76,7 +80,7 @@ def execute_with(
     backward_autocast = "same_as_forward" if backward_is_autocast else "off"
     backward = functorch_config.patch(backward_pass_autocast=backward_autocast)
     if executor == "aot_eager":
-        partition_fn = holding_inputs(partition_fn or min_cut_rematerialization_partition)
+        partition_fn = _as_uncaptured(partition_fn or min_cut_rematerialization_partition)
         # Boxed inputs let each saved tensor be freed after its last reader.
         options = {"fw_compiler": _run_op_by_op, "partition_fn": partition_fn}
         if rewriter is not None:
@@ -87,7 +91,12 @@ def execute_with(
         has_data = any(op_name(node) in DATA_WRITES for node in graph_module.graph.nodes)
         backend = aot_autograd(keep_inference_input_mutations=has_data, **options)
         # An error in the middle of it would leave gradients off.
-        with plain_kernels(), backward, torch.set_grad_enabled(torch.is_grad_enabled()):
+        with (
+            plain_kernels(),
+            backward,
+            inductor_config.patch(_KEEPING_DRAWS),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+        ):
             compiled: Callable[..., Any] = backend(graph_module, inputs)
         return on_plain_tensors(compiled, inputs)
     # Imported here: Inductor takes a second to load, and most runs never need it.
@@ -109,7 +118,7 @@ def execute_with(
     with partitioned_by(partition_fn), backward, recurrent_dropout():
         # These settings also apply when the backward graph is compiled, which is much later.
         # Inductor's own random numbers would differ from those of the uncaptured step.
-        patches = {**list_mode_options(mode), "fallback_random": True}
+        patches = {**list_mode_options(mode), **_KEEPING_DRAWS}
         run = compile_fx(
             graph_module, list(inputs), inner_compile=compile_one, config_patches=patches
         )
@@ -120,11 +129,27 @@ def _drop_unread_draws(graph: fx.Graph, of_forward: set[str]) -> None:
     """Remove from a backward graph the forward pass's random operators that nothing reads."""
     # With ``fallback_random`` torch (2.13) keeps every random operator whose inputs are saved, such
     # as an attention kernel: it would run in both passes, and draw its numbers twice.
+    num_nodes = len(graph.nodes)
     for node in reversed(graph.nodes):
         may_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if may_draw and not node.users and node.name in of_forward:
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    if len(graph.nodes) < num_nodes:
+        graph.eliminate_dead_code()
+
+
+def _as_uncaptured(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a partitioner whose graphs draw once, and read inputs as an uncaptured step does."""
+
+    def partition_and_mend(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        forward, backward = partition(joint, *args, **options)
+        _drop_unread_draws(backward.graph, {node.name for node in forward.graph.nodes})
+        hold_inputs(forward.graph, backward.graph, options["num_fwd_outputs"])
+        forward.recompile()
+        backward.recompile()
+        return forward, backward
+
+    return partition_and_mend
 
 
 def _run_op_by_op(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

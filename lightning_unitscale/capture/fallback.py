@@ -134,8 +134,10 @@ class Fallback:
         def captured(code: CodeType) -> Iterator[None]:
             # Before the step's own function is captured nothing of the call has run.
             own = getattr(function, "__code__", code)
-            if code is own and not self._step.num_graph_calls and self._is_possible:
-                trial.begin()
+            if code is own and not self._step.num_graph_calls:
+                _drop_outgrown_gradients(module)
+                if self._is_possible:
+                    trial.begin()
             reason = recaptures.note_function(code)
             if reason is not None and (recaptures.is_limited or trial.undo()):
                 breaks = joined_reasons(graph_breaks_since(num_breaks))
@@ -263,6 +265,7 @@ class Trial:
 
     def begin(self) -> None:
         """Record the state before any of the call has run."""
+        _drop_outgrown_gradients(self._module)
         # Items taken from an iterator cannot be put back, nor FSDP's state of its gathering.
         # Made lazily: most calls never begin, and this reads all parameters.
         if not self.undoers and not self._takes and not is_sharded(self._module):
@@ -279,6 +282,13 @@ class Trial:
         for undo in reversed(self.undoers):
             undo()
         return True
+
+
+def _drop_outgrown_gradients(module: nn.Module) -> None:
+    """Drop gradients of parameters that a hook gave data of another size, which Dynamo refuses."""
+    for param in module.parameters():
+        if not is_lazy(param) and param.grad is not None and param.grad.shape != param.shape:
+            param.grad = None
 
 
 def _state_of(parameter: Tensor) -> Any:

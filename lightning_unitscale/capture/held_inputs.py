@@ -16,7 +16,7 @@ are copied before a write, and elsewhere such a write is an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -115,19 +115,6 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
         return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse, or a subclass without storage
         return False
-
-
-def holding_inputs(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a partitioner whose backward graphs read inputs as an uncaptured pass does."""
-
-    def partition_and_hold(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
-        forward, backward = partition(joint, *args, **options)
-        hold_inputs(forward.graph, backward.graph, options["num_fwd_outputs"])
-        forward.recompile()
-        backward.recompile()
-        return forward, backward
-
-    return partition_and_hold
 
 
 def hold_inputs(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:

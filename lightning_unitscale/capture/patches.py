@@ -11,6 +11,7 @@
   its settings are, with :data:`_TAKEN_APART`.
 * Generators. Dynamo draws from a user's ``random.Random`` when it traces, and guards on nothing.
   Every later step would get the same number. So these calls run untraced, too.
+* Deques. Dynamo forgets the ``maxlen`` of a deque that a step finds, until the step has ended.
 * Failures (:func:`passing_over`). Dynamo runs code that it cannot capture untraced, with a graph
   break. On some code it raises an error of its own instead, or of its fake tensors, before any of
   the function has run. The function can run untraced then, too, and the functions that it calls are
@@ -36,12 +37,13 @@
 Private names used here were checked on torch 2.13 and 2.11: ``VariableBuilder``'s
 ``wrap_numpy_ndarray``, to which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``;
 ``NumpyVariable``, which an array is; ``RandomVariable``, and ``RandomClassVariable``, which makes
-one; ``TorchInGraphFunctionVariable._get_handlers``; ``ConvertFrame``, which is called once per
-function to capture, ``ConvertFrameReturn``, whose default is to leave the function alone,
-``GraphCompileReason``, and the two errors; the sets behind ``torch.compiler.allow_in_graph``, which
-itself cannot be taken back; ``tracing_state_functions``, ``tx`` in the handler that answers whether
-anything is compiled; ``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``,
-which runs what is not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
+one; ``BaseListVariable.cls_for_instance``; ``TorchInGraphFunctionVariable._get_handlers``;
+``ConvertFrame``, which is called once per function to capture, ``ConvertFrameReturn``, whose
+default is to leave the function alone, ``GraphCompileReason``, and the two errors; the sets behind
+``torch.compiler.allow_in_graph``, which itself cannot be taken back; ``tracing_state_functions``,
+``tx`` in the handler that answers whether anything is compiled;
+``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``, which runs what is
+not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
 ``_exit_inference_mode``, which Dynamo puts into its graphs; ``SideEffects.codegen_update_mutated``,
 which writes a step's changes of objects, ``store_attr_mutations``, and ``DeletedVariable``.
 """
@@ -55,7 +57,7 @@ import linecache
 import threading
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from traceback import FrameSummary
 from types import CodeType
@@ -85,6 +87,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import AttributeMutationExisting
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import (
     LoggingLoggerVariable,
     NumpyVariable,
@@ -101,13 +104,14 @@ from lightning_unitscale.patching import nothing, shadowed_here
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
-    """Run NumPy and generators untraced, and keep updates and optimizers as they are."""
+    """Run NumPy and generators untraced, and keep updates, optimizers and deques as they are."""
     with (
         shadowed_here(VariableBuilder, wrap_numpy_ndarray=_as_number),
         shadowed_here(NumpyVariable, is_python_constant=_is_constant),
         shadowed_here(RandomVariable, is_supported_random_obj=lambda _: False),
         shadowed_here(RandomClassVariable, call_function=_refuse_generator),
         shadowed_here(OptimizerVariable, _set_capturable=nothing),
+        shadowed_here(BaseListVariable, cls_for_instance=_kind_of_list),
         shadowed_here(TorchInGraphFunctionVariable, _get_handlers=_handlers_of_whole_functions),
     ):
         yield
@@ -121,6 +125,16 @@ _handlers = TorchInGraphFunctionVariable._get_handlers
 def _handlers_of_whole_functions() -> dict[Any, Any]:
     """Return Dynamo's handlers of torch functions, without those that decompose a function."""
     return {name: run for name, run in _handlers().items() if name not in _TAKEN_APART}
+
+
+_kind_of_any_list = BaseListVariable.cls_for_instance
+
+
+def _kind_of_list(value: Any) -> Callable[..., Any]:
+    kind = _kind_of_any_list(value)
+    if not isinstance(value, deque):
+        return kind
+    return functools.partial(kind, maxlen=ConstantVariable.create(value.maxlen))
 
 
 def _is_constant(variable: NumpyVariable) -> bool:

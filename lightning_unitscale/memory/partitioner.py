@@ -327,9 +327,12 @@ def split(
             joint_module, fwd_module, bwd_module, len(symbols)
         )
     number = {node.name: index for index, node in enumerate(nodes)}
+    regions = zip(number, problem.nodes, strict=True)
+    backward_only = {name for name, node in regions if node.region is NodeRegion.BACKWARD}
     # FX keeps dead random operators, which it considers impure. Each draws in its own pass only.
-    _drop_dead(fwd_module.graph, plan, number, NodeRegion.BACKWARD)
-    _drop_dead(bwd_module.graph, plan, number, NodeRegion.FORWARD)
+    for node in reversed(fwd_module.graph.nodes):
+        if node.name in backward_only and not node.users and is_seeded(node):
+            fwd_module.graph.erase_node(node)
     graphs = [raise_getitems(fwd_module), raise_getitems(_reordered(bwd_module, plan, number))]
     if plan.moves:
         insert_moves(
@@ -343,15 +346,6 @@ def split(
             graph.recompile()
     thread = partitioners.thread_graphsafe_rng_from_hops
     return thread(graphs[0], is_backward=False), thread(graphs[1], is_backward=True)
-
-
-def _drop_dead(graph: fx.Graph, plan: RematPlan, number: dict[str, int], other: NodeRegion) -> None:
-    """Erase the random nodes of the other region that nothing in this graph reads."""
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and is_seeded(node):
-            index = number.get(node.name)
-            if index is not None and plan.problem.nodes[index].region is other:
-                graph.erase_node(node)
 
 
 def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) -> fx.GraphModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,8 +21,8 @@ class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)
-        self.outputs: list[Any] = []
-        self.others: list[Any] = []
+        self.outputs: Any = []
+        self.others: Any = []
 
     def forward(self, batch: Tensor) -> Tensor:
         out: Tensor = self.linear(batch)
@@ -272,10 +273,37 @@ class Alias(Base):
         return self(batch).mean() * len(self.same)
 
 
+class Bounded(Base):
+    """Deques that keep their last two items, at either end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs = deque(maxlen=2)
+        self.others = deque(maxlen=2)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        self.others.extendleft([batch.sum(), batch.min()])
+        newest: Tensor = self.others[0]
+        total: Tensor = sum(self.outputs, self(batch).mean())
+        return total * newest * len(self.others)
+
+
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize(
     "kind",
-    [Length, Last, ByName, ByFunction, ByFunctionElsewhere, ByHelper, BySubmodule, InPlace, Alias],
+    [
+        Bounded,
+        Length,
+        Last,
+        ByName,
+        ByFunction,
+        ByFunctionElsewhere,
+        ByHelper,
+        BySubmodule,
+        InPlace,
+        Alias,
+    ],
 )
 def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
     module, _ = _captured(kind)
@@ -284,7 +312,8 @@ def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
     plain: Any = kind()
     expected = [plain.training_step(batch) for batch in _batches()]
     assert_same_bits(found, expected)
-    assert_same_bits(module.outputs, plain.outputs)
+    assert_same_bits(list(module.outputs), list(plain.outputs))
+    assert_same_bits(list(module.others), list(plain.others))
 
 
 @pytest.mark.parametrize(

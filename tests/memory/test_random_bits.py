@@ -145,6 +145,45 @@ def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(autocast: bool) 
     )
 
 
+UNREAD: dict[str, Callable[[Tensor], object]] = {
+    "noise": lambda x: torch.randn_like(x),
+    "dropout": lambda x: F.dropout(x * 2, 0.3),
+    "written": lambda x: torch.empty(3).uniform_(),
+    "permutation": lambda x: torch.randperm(7),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+}
+
+
+class Unread(Mixed):
+    """Draws numbers that no result depends on, before and after others that are read."""
+
+    def __init__(self, draw: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draw(x)
+        result = super().forward(x)
+        self.draw(self.first(x))
+        return result
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("draw", UNREAD.values(), ids=UNREAD)
+def test_draws_that_nothing_reads_are_made_once(draw: Callable[[Tensor], object]) -> None:
+    torch.manual_seed(0)
+    plain, batch = Unread(draw), torch.randn(8, 16)
+    expected = _step(plain, batch)
+    for budget in ("min_cut", "min"):
+        assert_same_bits(_step(remat(copy.deepcopy(plain), budget), batch), expected)
+    results = []
+    for module in (plain, remat(copy.deepcopy(plain), "min_cut")):
+        torch.manual_seed(4)
+        with torch.no_grad():
+            results.append([module(batch), torch.get_rng_state()])
+    assert_same_bits(*results)
+
+
 def test_inductor_draws_the_plain_numbers() -> None:
     torch.manual_seed(0)
     plain, batch = Mixed(), torch.randn(8, 16)
