@@ -52,6 +52,8 @@ _ORDINARY: dict[int, CodeType] = {}
 _MAX_ORDINARY = 2**12
 # Of such code that a module's call runs as the module's method: the name of its first argument.
 _METHODS: dict[int, str] = {}
+# In place of the identity of the root module, whose methods are called by stand-ins.
+_ROOT = 0
 _SPECIAL = frozenset(map(id, (ENGINE, CHECKPOINT, OPERATOR_CALL))) | MODULE_CALLS
 
 
@@ -67,17 +69,17 @@ def note_forward(
     # A scaled matmul alone is noted. Only then its operands may be read again.
     if site.plain or rule.mask is not None or rule.sources:
         return
-    at, compilers = frame, codes() or ()
+    at, compilers, boundary = frame, codes() or (), sites.boundary
     chain = []
-    while at is not None and (code := at.f_code) is not MODULE_CALL:
-        if id(code) in _SPECIAL or id(code) in LINES or code in (sites.boundary, *compilers):
+    while at is not None and (code := at.f_code) is not MODULE_CALL and code is not boundary:
+        if id(code) in _SPECIAL or id(code) in LINES or code in compilers:
             return
         chain.append(code)
         at = at.f_back
     if frame is None or at is None:
         return
-    module = id(at.f_locals["self"])
-    if sites.paths.get(module) != site.module:
+    module = _ROOT if at.f_code is boundary else id(at.f_locals["self"])
+    if ("" if module == _ROOT else sites.paths.get(module)) != site.module:
         return
     if len(_ORDINARY) > _MAX_ORDINARY:
         _ORDINARY.clear()
@@ -92,6 +94,8 @@ def note_forward(
 
 def _module_of(frame: FrameType, call: FrameType) -> int:
     """Return the identity of the module that calls a matmul from a frame, below its own call."""
+    if call.f_code is not MODULE_CALL:
+        return _ROOT
     # The time to read a frame's variables grows with their number, and torch's code has many.
     if frame.f_back is call and (name := _METHODS.get(id(frame.f_code))) is not None:
         return id(frame.f_locals.get(name))
@@ -104,12 +108,13 @@ def steady_forward(
     """Return the noted forward matmul of the running session, and record it for its backward."""
     if session.counter is not None or session.units.is_looking or current_node() is not None:
         return None
+    sites = session.sites
     at: FrameType | None = frame
-    while at is not None and (code := at.f_code) is not MODULE_CALL:
+    boundary = sites.boundary
+    while at is not None and (code := at.f_code) is not MODULE_CALL and code is not boundary:
         if id(code) not in _ORDINARY:
             return None
         at = at.f_back
-    sites = session.sites
     if at is None:
         return None
     kind = sites.called.get((_module_of(frame, at), frame.f_lasti))

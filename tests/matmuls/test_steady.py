@@ -232,3 +232,31 @@ def test_new_units_are_found_by_the_session(monkeypatch: pytest.MonkeyPatch) -> 
     # Of three backward matmuls (the input needs no gradient), the first of a pass is not short.
     assert counts[3] == counts[7] == (2, 2)
     assert counts[4] == (0, 0)
+
+
+class Bare(nn.Module):
+    """Matmuls in the root's own methods, one of which calls the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.layers = nn.ModuleList([nn.Identity(), nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.step = 0
+
+    def product(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.product(x).tanh() @ self.weight.mT
+        return self.product(self.layers[1](x)).square().mean()
+
+
+def test_the_roots_own_matmuls_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(make=Bare)
+    lists = []
+    for is_short in (False, True):
+        found = Matmuls(monkeypatch, is_short=is_short)
+        assert_same_bits(train(UnitScaleCallback(), make=Bare), plain)
+        lists.append(found.names)
+    assert lists[0] == lists[1]
+    assert found.num_forward >= 4 * (NUM_STEPS - 2)
