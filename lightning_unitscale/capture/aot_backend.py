@@ -45,10 +45,8 @@ from torch._C import DispatchKey
 from torch._decomp import decompositions
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
-from torch._prims_common import (
-    compute_elementwise_output_logical_to_physical_perm,
-    suggest_memory_format,
-)
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
+from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -30,6 +30,7 @@ from lightning_unitscale.capture.copy_graphs import compiled_forward, is_checkpo
 from lightning_unitscale.capture.dynamo_capture import GraphInput
 from lightning_unitscale.capture.graph_nodes import (
     DATA_WRITES,
+    drop_unread_draws,
     line_of,
     op_name,
     requires_grad,
@@ -107,7 +108,7 @@ def execute_with(
 
     def compile_one(one: fx.GraphModule, *args: Any, **options: Any) -> Any:
         if options.get("is_backward"):
-            _drop_unread_draws(one.graph, of_forward)
+            _draw_once(one.graph, of_forward)
         else:
             of_forward.update(node.name for node in one.graph.nodes)
         join_rows(one)
@@ -125,15 +126,12 @@ def execute_with(
         return on_plain_tensors(cast(Callable[..., Any], run), inputs)
 
 
-def _drop_unread_draws(graph: fx.Graph, of_forward: set[str]) -> None:
+def _draw_once(graph: fx.Graph, of_forward: set[str]) -> None:
     """Remove from a backward graph the forward pass's random operators that nothing reads."""
     # With ``fallback_random`` torch (2.13) keeps every random operator whose inputs are saved, such
     # as an attention kernel: it would run in both passes, and draw its numbers twice.
     num_nodes = len(graph.nodes)
-    for node in reversed(graph.nodes):
-        may_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if may_draw and not node.users and node.name in of_forward:
-            graph.erase_node(node)
+    drop_unread_draws(graph, of_forward)
     if len(graph.nodes) < num_nodes:
         graph.eliminate_dead_code()
 
@@ -143,7 +141,7 @@ def _as_uncaptured(partition: Callable[..., Any]) -> Callable[..., Any]:
 
     def partition_and_mend(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
         forward, backward = partition(joint, *args, **options)
-        _drop_unread_draws(backward.graph, {node.name for node in forward.graph.nodes})
+        _draw_once(backward.graph, {node.name for node in forward.graph.nodes})
         hold_inputs(forward.graph, backward.graph, options["num_fwd_outputs"])
         forward.recompile()
         backward.recompile()

@@ -128,6 +128,7 @@ class Fallback:
         recaptures.num_graphs = 0
         if self._is_possible and self._step.graph_breaks and self._may_record:
             # The pass may be in a part of the step whose beginning is not captured again.
+            _drop_outgrown_gradients(module)
             trial.begin()
 
         @contextlib.contextmanager
@@ -265,7 +266,6 @@ class Trial:
 
     def begin(self) -> None:
         """Record the state before any of the call has run."""
-        _drop_outgrown_gradients(self._module)
         # Items taken from an iterator cannot be put back, nor FSDP's state of its gathering.
         # Made lazily: most calls never begin, and this reads all parameters.
         if not self.undoers and not self._takes and not is_sharded(self._module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -52,6 +52,19 @@ def line_of(node: fx.Node) -> tuple[str, str] | None:
     """Return the file and line of the code that made a node, if Dynamo has noted it."""
     found: list[tuple[str, str]] = _LINE.findall(node.meta.get("stack_trace") or "")
     return found[-1] if found else None
+
+
+def is_seeded(node: fx.Node) -> bool:
+    """Check whether a node of an aten graph draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def drop_unread_draws(graph: fx.Graph, names: Container[str]) -> None:
+    """Remove the random operators with these names that nothing reads."""
+    # FX keeps dead random operators, which it considers impure.
+    for node in reversed(graph.nodes):
+        if node.name in names and not node.users and is_seeded(node):
+            graph.erase_node(node)
 
 
 # Operators by which Dynamo (2.14) reads attributes of a tensor.

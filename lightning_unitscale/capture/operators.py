@@ -319,6 +319,7 @@ RULES: tuple[MatmulRule, ...] = (
     _attention_backward(f"{_SDPA}_efficient_attention_backward", 5, has_bias=True),
     _attention_backward(f"{_SDPA}_cudnn_attention_backward", 4),
 )
+RULE_OF = {rule.operator: rule for rule in RULES}
 
 # Reasons why no factor reaches a matmul's operands, or why it writes into a user's tensor.
 DISTANCES = "a kernel of distances"

@@ -89,9 +89,8 @@ class _Finishing:
 
     def __init__(self, graph: fx.Graph, number: int, known: list[_NotedMatmul]) -> None:
         self._graph = graph
-        self._number = number
         self._compiled = GRAPHS[number]
-        _, self._text = self._compiled.describe()
+        self._number, self._text = self._compiled.description
         self._known = known
         self._scaling = Scaling(graph)
 

@@ -10,6 +10,7 @@ of the graph's matmuls, from which another process makes the graph's object.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -101,8 +102,9 @@ class CompiledGraph(GraphRuns):
         self.matmuls.append(matmul)
         self._layouts.clear()
 
-    def describe(self) -> tuple[int, str]:
-        """Return a number for the graph and its matmuls, and the text that describes them."""
+    @functools.cached_property
+    def description(self) -> tuple[int, str]:
+        """The number of the complete graph, and the text that describes its matmuls."""
         rows = [row_of(matmul) for matmul in self.matmuls]
         text = json.dumps({"root": self._root, "code": self._code, "matmuls": rows})
         digest = hashlib.sha256(text.encode()).digest()
@@ -232,7 +234,7 @@ class CompiledGraph(GraphRuns):
         session.units.measure(site, matmul.slot, names, known, matmul.dtype, extent_of, num_addends)
 
 
-# By the number of :meth:`CompiledGraph.describe`.
+# By the number of :attr:`CompiledGraph.description`.
 GRAPHS: dict[int, CompiledGraph] = {}
 
 

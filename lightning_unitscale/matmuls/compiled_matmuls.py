@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_unitscale.capture.operators import RULES, MatmulRule
+from lightning_unitscale.capture.operators import RULE_OF, MatmulRule
 from lightning_unitscale.functional.scale import LARGEST_LOG2
 from lightning_unitscale.matmuls.calls import slot_of
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, MatmulNames
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 
-_RULES = {rule.operator: rule for rule in RULES}
 # A description of a matmul, of which JSON keeps all.
 Row = Mapping[str, Any]
 
@@ -102,7 +101,7 @@ def row_of(matmul: CompiledMatmul | PlainMatmul) -> Row:
     return {
         "rule": rule.operator,
         # What the call does not read; see MatmulRule.reading.
-        "mask": _RULES[rule.operator].mask_of(rule),
+        "mask": RULE_OF[rule.operator].mask_of(rule),
         "adds": bool(rule.addends),
         "names": matmul.matmul_names,
         "forward": matmul.forward,
@@ -116,7 +115,7 @@ def matmul_of(row: Row, number: int) -> CompiledMatmul | PlainMatmul:
     """Return the matmul with a number in its graph and this description."""
     if "rule" not in row:
         return PlainMatmul(**row)
-    rule: MatmulRule = _RULES[row["rule"]]
+    rule: MatmulRule = RULE_OF[row["rule"]]
     args: Any = {rule.mask: row["mask"]}
     word, roles, path = row["names"]
     return CompiledMatmul(

@@ -8,7 +8,6 @@ matmuls, as eager mode does. A backward pass finds its forward run by its autogr
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Container
@@ -24,12 +23,7 @@ from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.owners import running_session
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.sites import Key, frames
-from lightning_unitscale.matmuls.torch_internals import (
-    ENGINE,
-    MODULE_CALL,
-    OPERATOR_CALL,
-    current_node,
-)
+from lightning_unitscale.matmuls.torch_internals import MODULE_CALL, OPERATOR_CALL, current_node
 
 # Runs have numbers. A graph has fewer matmuls than the distance between two runs' numbers.
 MAX_MATMULS = 2**16
@@ -166,7 +160,7 @@ def is_ours(frame: FrameType | None) -> bool:
 def caller() -> str | None:
     """Return which part of Inductor calls: ``"ours"``, ``"another"`` graph, or ``"compiler"``."""
     found = codes()
-    frame = None if found is None else _calling_frame(found)
+    frame = None if found is None else _calling_frames(found)[0]
     if found is None or frame is None:
         return None
     if frame.f_code is found[1]:
@@ -177,17 +171,8 @@ def caller() -> str | None:
 def note_caller() -> None:
     """Register the compiled graph that calls one of our operators as one of ours."""
     # Inductor's caches give the code of one graph to others, so look at both in each run.
-    if (found := codes()) is None:
-        return
-    frame: FrameType | None = sys._getframe(1)
-    calling = None
-    while frame is not None and frame.f_code is not found[0]:
-        if frame.f_code is MODULE_CALL or frame.f_code is ENGINE:
-            return
-        if frame.f_code is OPERATOR_CALL:
-            # In the first run torch checks what operators do, and calls them twice.
-            calling = frame.f_back
-        frame = frame.f_back
+    found = codes()
+    frame, calling = (None, None) if found is None else _calling_frames(found[:1])
     if frame is None:
         return
     graph = frame.f_locals["self"]
@@ -198,9 +183,18 @@ def note_caller() -> None:
         pass_by_overrides(calling.f_globals)
 
 
-def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
-    """Return the innermost frame with one of these codes, unless a module call is nearer."""
+def _calling_frames(codes: tuple[CodeType, ...]) -> tuple[FrameType | None, FrameType | None]:
+    """Return the innermost frame with one of these codes, and the one in it that calls operators.
+
+    Both are ``None`` if a module call is nearer.
+    """
+    calling = None
     for frame in frames():
-        if frame.f_code in codes or frame.f_code is MODULE_CALL:
-            return None if frame.f_code is MODULE_CALL else frame
-    return None
+        if frame.f_code in codes:
+            return frame, calling
+        if frame.f_code is MODULE_CALL:
+            break
+        if frame.f_code is OPERATOR_CALL:
+            # In the first run torch checks what operators do, and calls them twice.
+            calling = frame.f_back
+    return None, None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unitscale.capture.operators import RULES
+from lightning_unitscale.capture.operators import RULE_OF
 from lightning_unitscale.formats import get_number_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
@@ -72,7 +72,7 @@ LAYER_OPERATORS = ("mm", "addmm")
 _LINEAR = "linear"
 _OPERAND_FORMAT = "E4M3FN"
 _ROLES = ("input", "weight")
-_MM = next(rule for rule in RULES if rule.operator == "mm")
+_MM = RULE_OF["mm"]
 
 
 class FP8Matmuls(Numerics):

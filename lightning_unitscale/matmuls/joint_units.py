@@ -100,7 +100,7 @@ class UnitsInGraph:
                 left[node] = number
         if not self._compiled.matmuls:
             return
-        key, text = self._compiled.describe()
+        key, text = self._compiled.description
         # Another thread, or this one before a reset of Dynamo, may have compiled the same graph.
         matmuls: Any = GRAPHS.setdefault(key, self._compiled).matmuls
         for node, number in (found | left).items():

@@ -17,6 +17,7 @@ import torch
 
 from lightning_unitscale.capture.operators import (
     COMPILED_BEFORE,
+    RULE_OF,
     RULES,
     UNREACHED,
     MatmulRule,
@@ -123,11 +124,10 @@ def _overrides(key: str) -> KernelOverrides:
 def _override_matmuls(overrides: KernelOverrides) -> None:
     for rule in RULES:
         overrides.put(rule.operator, functools.partial(matmul_kernel, rule))
-    rules = {rule.operator: rule for rule in RULES}
     for unreached in UNREACHED:
         kernel = functools.partial(unreached_kernel, unreached)
         if unreached.writes:
-            kernel = functools.partial(writing_kernel, rules[unreached.writes], unreached)
+            kernel = functools.partial(writing_kernel, RULE_OF[unreached.writes], unreached)
         overrides.put(unreached.operator, kernel)
     # On a CPU they call an overridden kernel, with operands that are already in FP8.
     for operator in ("_scaled_mm", "_scaled_mm.out"):

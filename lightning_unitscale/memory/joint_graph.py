@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.capture.aliasing import is_view
 from lightning_unitscale.capture.copy_graphs import is_higher_order
-from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.capture.graph_nodes import is_seeded, tensors_in
 from lightning_unitscale.memory.costs import (
     CostModel,
     OperatorCosts,
@@ -46,11 +46,6 @@ def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
     return tuple(
         size for size in values if isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
     )
-
-
-def is_seeded(node: fx.Node) -> bool:
-    """Check whether a node draws from a generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_mutable(node: fx.Node) -> bool:

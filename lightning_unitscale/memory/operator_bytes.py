@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_unitscale.capture.aot_backend import suggest_memory_format
 from lightning_unitscale.capture.flops import Formula
 
 aten = torch.ops.aten
 T = TypeVar("T")
-_IMAGE = 4  # dimensions of a batch of images
 
 
 def bytes_of(tensor: Tensor | None) -> int:
@@ -29,17 +29,9 @@ def copy_of(tensor: Tensor) -> int:
 def is_channels_last(tensor: Tensor) -> bool:
     """Check whether the channels of an image are beside each other, by its strides.
 
-    Those decide for dimensions of one element too (``is_strides_like_channels_last_2d`` of torch's
-    ``c10/core/MemoryFormat.h``).
+    Those decide for dimensions of one element too, unlike in ``Tensor.is_contiguous``.
     """
-    if tensor.dim() != _IMAGE:
-        return False
-    least, strides = 1, [int(stride) for stride in tensor.stride()]
-    for dim in (1, 3, 2, 0):
-        if strides[dim] < least or (dim == 0 and least == strides[1]):
-            return False
-        least = strides[dim] * max(1, int(tensor.shape[dim]))
-    return True
+    return suggest_memory_format(tensor) is torch.channels_last
 
 
 def has_channels_last(images: Tensor, weight: Tensor) -> bool:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.capture.aliasing import is_view
 from lightning_unitscale.capture.executors import execute_with
-from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.capture.graph_nodes import drop_unread_draws, is_seeded, tensors_in
 from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import (
     CostModel,
@@ -40,7 +40,6 @@ from lightning_unitscale.memory.joint_graph import (
     JointGraphReader,
     Symbolic,
     changing_sizes,
-    is_seeded,
     must_recompute,
 )
 from lightning_unitscale.memory.offload import (
@@ -329,10 +328,7 @@ def split(
     number = {node.name: index for index, node in enumerate(nodes)}
     regions = zip(number, problem.nodes, strict=True)
     backward_only = {name for name, node in regions if node.region is NodeRegion.BACKWARD}
-    # FX keeps dead random operators, which it considers impure. Each draws in its own pass only.
-    for node in reversed(fwd_module.graph.nodes):
-        if node.name in backward_only and not node.users and is_seeded(node):
-            fwd_module.graph.erase_node(node)
+    drop_unread_draws(fwd_module.graph, backward_only)  # each draws in its own pass only
     graphs = [raise_getitems(fwd_module), raise_getitems(_reordered(bwd_module, plan, number))]
     if plan.moves:
         insert_moves(
