@@ -38,7 +38,7 @@ from lightning_unitscale.capture.graph_nodes import (
 from lightning_unitscale.capture.graph_nodes import call as call_of
 from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
-from lightning_unitscale.capture.passes import StepGraph
+from lightning_unitscale.capture.passes import Phase, StepGraph
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.memory.profile_step import refuse_lazy, refuse_without_forward
 from lightning_unitscale.patching import nothing, shadowed
@@ -300,6 +300,25 @@ def loss_position(
 
 class CalledSteps(ModuleSteps):
     """The user's own methods of a module and its submodules, captured: ``"net.forward"``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        *,
+        defer: Sequence[str] = (),
+        like: ModuleSteps | None = None,
+    ) -> None:
+        super().__init__(module, names, defer=defer)
+        self._like = like  # Steps of callbacks. These are observed whenever those are.
+        if like is not None:
+            self.rewriter = like.rewriter
+            self.passes = [one for one in like.passes if one.phase is Phase.OBSERVE]
+
+    @property
+    @override
+    def observed(self) -> bool:
+        return super().observed if self._like is None else self._like.observed
 
     @override
     def original(self, name: str) -> Callable[..., Any]:

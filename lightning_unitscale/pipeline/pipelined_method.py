@@ -65,6 +65,10 @@ _MAX_ALIKE = 4
 class NotPipelinedError(RuntimeError):
     """An error: a method cannot run as a pipeline. None of it has run."""
 
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(f"{reason} {advice}".rstrip())
+        self.reason = reason
+
 
 @dataclass
 class PipelinedGraph:
@@ -131,9 +135,9 @@ class PipelinedMethod:
         # By the graph, the number of rewrites by its passes, and the graph of the whole batch.
         self._pipelines: dict[tuple[int, int, int], PipelinedGraph] = {}
         # The captured method, with the callbacks' passes over its graphs unless ``plain``.
-        steps = steps_of(module)
-        if steps is None or name not in steps.steps or plain:
-            steps = CalledSteps(module, (name,), defer=defer)
+        steps = None if plain else steps_of(module)
+        if steps is None or name not in steps.steps:
+            steps = CalledSteps(module, (name,), defer=defer, like=steps)
         self.steps = steps
 
     def graph_calls(
@@ -152,8 +156,9 @@ class PipelinedMethod:
         except NotOneGraphError as error:
             raise NotPipelinedError(
                 f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
-                f"({error}). A pipeline is cut from one graph of tensor operations. Keep branches "
-                "on values, counters, printing and third-party calls out of it."
+                f"({error}).",
+                "A pipeline is cut from one graph of tensor operations. Keep branches on values, "
+                "counters, printing and third-party calls out of it.",
             ) from None
 
     def pipelined(
@@ -175,9 +180,10 @@ class PipelinedMethod:
                 if is_exact and (reason := batch.why_not(call, position)):
                     raise NotPipelinedError(
                         f"{type(self.module).__name__}.{self.name} does not give the loss of the "
-                        f"batch by microbatches: {reason}. The loss has to consist of sums and "
-                        "means over samples or tokens. Otherwise compute it in training_step, from "
-                        "the result of one module (capture='forward')."
+                        f"batch by microbatches: {reason}.",
+                        "The loss has to consist of sums and means over samples or tokens. "
+                        "Otherwise compute it in training_step, from the result of one module "
+                        "(capture='forward').",
                     )
             self._pipelines[key] = self._cut(call, whole, position, batch)
         graph = self._pipelines[key]
@@ -215,6 +221,24 @@ class PipelinedMethod:
         owned = ownership.parameters_of(dist.get_rank(group))
         runner.shared = SharedGradients(owned, ownership.replicas(), group)
         return PipelinedGraph(call.graph, whole.graph, batch, step, runner)
+
+    def run(
+        self,
+        graph: PipelinedGraph,
+        inputs: list[list[Any]],
+        finish: Callable[..., Any] | None = None,
+        planned: Replaced | None = None,
+    ) -> list[Any] | None:
+        """Run forward and backward of all microbatches, with probes in an observed step."""
+        if not self.steps.observed:
+            return graph.runner.step_flat(inputs, finish, replaced=planned)
+        graph.observed = observed = graph.observed or ObservedStages(
+            graph.runner, graph.step.step_graph, self.steps.passes, self.strategy.ownership.rank_of
+        )
+        observed.begin()
+        outputs = graph.runner.step_flat(inputs, finish, replaced=observed.run)
+        observed.finish()
+        return outputs
 
 
 class PipelinedStep(PipelinedMethod):
@@ -258,25 +282,12 @@ class PipelinedStep(PipelinedMethod):
             # Before any memory is freed: a refused budget leaves the module as it is.
             planned = self._planned(graph, inputs[0])
             with self._cut_context():
-                outputs = self._run(graph, inputs, planned)
+                outputs = self.run(graph, inputs, planned=planned)
                 step.interpreter = graph.replaying(graph.shared_results(outputs, len(parts)))
                 try:
                     return step(batch, *args, **kwargs)
                 finally:
                     step.interpreter = None
-
-    def _run(
-        self, graph: PipelinedGraph, inputs: list[list[Any]], planned: Replaced
-    ) -> list[Any] | None:
-        if not self.steps.observed:
-            return graph.runner.step_flat(inputs, replaced=planned)
-        graph.observed = observed = graph.observed or ObservedStages(
-            graph.runner, graph.step.step_graph, self.steps.passes, self.strategy.ownership.rank_of
-        )
-        observed.begin()
-        outputs = graph.runner.step_flat(inputs, replaced=observed.run)
-        observed.finish()
-        return outputs
 
     def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Replaced:
         """Return the stages within the memory budget, none without a budget."""

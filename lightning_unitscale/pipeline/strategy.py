@@ -33,6 +33,7 @@ from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.called_module import PipelinedForward
 from lightning_unitscale.pipeline.checks import (
     check_equal,
+    needs_whole_step,
     not_one_graph,
     refuse_optimizers,
     refuse_unsupported,
@@ -277,7 +278,7 @@ class PipelineStrategy(SavingStrategy):
             module = self.own_module
             self._step.detach()
             steps = steps_of(module)
-            if steps is not None:
+            if steps is not None and needs_whole_step(steps):
                 raise not_one_graph(steps, reason) from reason
             rank_zero_warn(
                 "PipelineStrategy: from here on, only the module that the step calls runs as a "

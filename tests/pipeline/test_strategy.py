@@ -412,13 +412,43 @@ class PrintsAndUsesHalves(Halves):
         return super().training_step(batch, batch_idx)
 
 
-def test_why_neither_the_step_nor_forward_is_a_pipeline(one_rank: dict[str, Any]) -> None:
+class PrintsAndCompares(Noisy):
+    """Calls one module, which compares all samples with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = Towers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        print("a graph break")
+        return F.cross_entropy(self.towers(batch[0]), torch.arange(len(batch[0])))
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(8, 32) for _ in range(2))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return self.first(points) @ self.second(points).T
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (PrintsAndUsesHalves, r"`print`.*Besides, .*calls no module that has most"),
+        (PrintsAndCompares, r"`print`.*towers\..* compares each sample.*Besides, .*calls no"),
+    ],
+)
+def test_why_neither_the_step_nor_a_module_is_a_pipeline(
+    module: type[pl.LightningModule], match: str, one_rank: dict[str, Any]
+) -> None:
     trainer = pl.Trainer(strategy=PipelineStrategy("GPipe", num_microbatches=2), **one_rank)
     with (
         pytest.warns(UserWarning, match="only the module that the step calls runs as a pipeline"),
-        pytest.raises(RuntimeError, match=r"`print`.*Besides, .*calls no module that has most"),
+        pytest.raises(RuntimeError, match=match),
     ):
-        trainer.fit(PrintsAndUsesHalves(), _loader(), _loader())
+        trainer.fit(module(), _loader(), _loader())
 
 
 def test_a_step_that_is_no_graph_runs_around_forward(one_rank: dict[str, Any]) -> None:
