@@ -68,7 +68,8 @@ class PipelineStrategy(SavingStrategy):
         capture: ``"step"`` runs ``training_step`` with its loss as a pipeline. ``"forward"`` runs
             the module that it calls (``self(...)``, or a submodule with most parameters). The rank
             of the last stage then runs the step once on the outputs of all microbatches. ``"auto"``
-            tries ``"step"``, and otherwise uses ``"forward"`` with the reason in a warning.
+            tries ``"step"``, and otherwise uses ``"forward"`` with the reason in a warning. Rules
+            and memory budgets need ``"step"``.
         free_unowned: Whether a rank frees parameters of other ranks' stages, with their gradients
             and optimizer state, after the first step is cut. They return for a checkpoint (on the
             first rank), for a whole validation while it runs, and at the end of the training. They
