@@ -230,7 +230,11 @@ class PipelinedForward:
             except NotPipelinedError as error:
                 if self.strategy.ownership.is_settled:
                     raise
-                # A module within it may work as the pipeline. All ranks reach this line.
+                # It, or a module within it, may work as the pipeline. All ranks reach this line.
+                args, kwargs = arguments
+                run = partial(self._called, *args, **kwargs)
+                if not self._reasons and self._method.sets_up(run):
+                    continue
                 self._candidates = without(self._candidates, path)
                 self._method = None
                 self._reasons.append(error)

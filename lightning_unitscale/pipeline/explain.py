@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tabulate import tabulate
@@ -13,7 +14,7 @@ from torch import nn
 from lightning_unitscale.capture.dynamo_capture import unmarked
 from lightning_unitscale.capture.graph_nodes import ELSEWHERE, MODULE
 from lightning_unitscale.capture.graph_variants import GraphCall, NotOneGraphError
-from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.capture.rollback import restoring, set_up_by
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.profile_report import format_bytes
@@ -30,6 +31,7 @@ from lightning_unitscale.pipeline.captured_program import (
     LOGS,
     CalledSteps,
     as_attribute,
+    call_first,
     first_called,
     forward_of,
     loss_position,
@@ -242,18 +244,24 @@ def explain_step(
     # The error names the argument that the user has set.
     default = f"num_stages={num_stages}: num_microbatches is twice as many by default, and"
     part = split_evenly(batch, count, default if num_microbatches is None else "")[0]
-    step = CalledSteps(module, (method,), defer=LOGS).steps[method]
+    steps = CalledSteps(module, (method,), defer=LOGS)
+    step = steps.steps[method]
     only, loss = "", None
     with static_shapes(), unmarked(module), context():
+        run = partial(step.__wrapped__, part, *args, **kwargs)
         try:
-            call = step.graph_call(part, *args, **kwargs)
+            try:
+                call = step.graph_call(part, *args, **kwargs)
+            except NotOneGraphError:
+                if not set_up_by(lambda: call_first(module, run), module):
+                    raise
+                steps.reset()
+                call = step.graph_call(part, *args, **kwargs)
             loss = loss_position(step, call, (part, *args), kwargs)
         except NotOneGraphError as error:
             title = f"{type(module).__name__}.{method}"
             failure = CaptureError.of(title, error.reasons, manner=" as one graph")
-            call, called = _of_called(
-                module, failure, lambda: step.__wrapped__(part, *args, **kwargs)
-            )
+            call, called = _of_called(module, failure, run)
             only = (
                 f"{title} is not one graph ({error}): only {called} runs as the pipeline, and the "
                 "step around it"

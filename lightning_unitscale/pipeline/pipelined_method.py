@@ -32,7 +32,9 @@ from lightning_unitscale.capture.graph_variants import (
     NotOneGraphError,
 )
 from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.rollback import set_up_by
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
+from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.memory.remat_module import StepPartitioner
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.batch_rules import Fact
@@ -42,6 +44,7 @@ from lightning_unitscale.pipeline.captured_program import (
     Arguments,
     CalledSteps,
     StepProgram,
+    call_first,
     example_outputs,
     loss_position,
     program_of_step,
@@ -132,6 +135,7 @@ class PipelinedMethod:
         self.module = module = strategy.own_module
         self.name = name
         self.strategy = strategy
+        self._is_set_up = False
         # By the graph, the number of rewrites by its passes, and the graph of the whole batch.
         self._pipelines: dict[tuple[int, int, int], PipelinedGraph] = {}
         # The captured method, with the callbacks' passes over its graphs unless ``plain``.
@@ -139,6 +143,17 @@ class PipelinedMethod:
         if steps is None or name not in steps.steps:
             steps = CalledSteps(module, (name,), defer=defer, like=steps)
         self.steps = steps
+
+    def sets_up(self, call: Callable[[], object]) -> bool:
+        """Make the first call of a module uncaptured, and return whether it set anything up."""
+        if self._is_set_up:
+            return False
+        self._is_set_up = True
+        # The session around neither scales nor counts its matmuls.
+        if not set_up_by(lambda: run_inside(call), self.module):
+            return False
+        self.steps.reset()
+        return True
 
     def graph_calls(
         self, parts: Sequence[Arguments], whole: Arguments
@@ -254,6 +269,17 @@ class PipelinedStep(PipelinedMethod):
     def detach(self) -> None:
         """Restore the module's own step. Idempotent."""
         self.steps.detach(type(self).__name__)
+
+    def set_up(self, batch: Any, *args: Any, **kwargs: Any) -> bool:
+        """Make the first call of the module that the step calls, for a step that is not one graph.
+
+        Return whether that set anything up, so that the step may be one graph now.
+        """
+        if self.strategy.ownership.is_settled:
+            return False
+        part = split_evenly(batch, self.strategy.num_microbatches)[0]
+        run = partial(self.steps.steps[_NAME].__wrapped__, part, *args, **kwargs)
+        return self.sets_up(partial(call_first, self.module, run))
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's result for it."""

@@ -272,9 +272,11 @@ class PipelineStrategy(SavingStrategy):
                 with self._plain_parameters():
                     return self._step(*args, **kwargs)
             except NotPipelinedError as error:
-                if self.capture == "step":
-                    raise
                 reason = error
+            if self._step.set_up(*args, **kwargs):
+                return self._run_pipelined(*args, **kwargs)
+            if self.capture == "step":
+                raise reason
             # All ranks reach this line, since they captured the same step for the same batch.
             module = self.own_module
             self._step.detach()

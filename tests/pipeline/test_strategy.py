@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,53 @@ class PrintsAndCompares(Noisy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         print("a graph break")
         return F.cross_entropy(self.towers(batch[0]), torch.arange(len(batch[0])))
+
+
+_LOCK = threading.Lock()
+
+
+class Installs(Noisy):
+    """Calls a module that sets itself up in its first call, under a lock, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Locked(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+class Locked(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.is_installed = False
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, points: torch.Tensor) -> Any:
+        if not self.is_installed:
+            with _LOCK:
+                self.is_installed = True
+        self.count += 1
+        return self.net(points)
+
+
+@pytest.mark.parametrize("capture", ["step", "forward"])
+def test_a_module_that_sets_itself_up_in_its_first_call(
+    capture: str, one_rank: dict[str, Any]
+) -> None:
+    module, plain = Installs(), Installs()
+    plain.load_state_dict(module.state_dict())
+    recorders = [Recorder(), Recorder()]
+    strategy = PipelineStrategy("GPipe", num_microbatches=1, capture=capture)
+    for each, recorder, options in (
+        (module, recorders[0], one_rank | {"strategy": strategy}),
+        (plain, recorders[1], one_rank),
+    ):
+        pl.Trainer(callbacks=[recorder], **options).fit(each, _loader(), _loader())
+    assert recorders[0].losses == pytest.approx(recorders[1].losses, rel=1e-6)
+    # The first call counted nothing.
+    assert module.net.count == plain.net.count == module.global_step
 
 
 class Towers(nn.Module):
