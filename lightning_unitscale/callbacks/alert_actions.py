@@ -141,7 +141,7 @@ class ScaleAlerts:
         self.of_fit: list[ScaleAlert] = []
 
     def see_loss(self, step: int, loss: Tensor) -> None:
-        """Check the loss of an unsampled step, where that costs nothing."""
+        """Check the loss of an unsampled step, if that costs nothing."""
         # With several ranks only sampled steps are checked, because sampling needs all ranks.
         if self._on_violation is None or is_distributed():
             return
@@ -179,7 +179,7 @@ class ScaleAlerts:
         return tuple(new)
 
     def finish(self) -> tuple[ScaleAlert, ...]:
-        """Return the alerts that no sampled step followed, at the end of a fit."""
+        """Return the alerts for losses after the last sampled step, at the end of a fit."""
         new, self.bad_losses = tuple(self.bad_losses), []
         self._keep(new)
         return new
@@ -218,7 +218,7 @@ def _check_reaction(on_violation: object) -> None:
         raise ValueError(
             f"on_violation={shown(on_violation)}: unknown. Expected one of "
             f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to only "
-            "record alerts. Correct it."
+            "record alerts. Pass on_violation='warn'."
         )
     try:
         inspect.signature(on_violation).bind(())

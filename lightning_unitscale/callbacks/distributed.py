@@ -46,7 +46,7 @@ def joint_late(measured: Measurement, lacking: Iterable[str]) -> tuple[Measureme
 
 
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
-    """Return the reasons of all ranks, by name. The first rank's words take precedence."""
+    """Return the reasons of all ranks, by name. If texts differ, the first rank's is used."""
     return tuple(
         {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
         for of_ranks in zip(*gathered(reasons), strict=True)

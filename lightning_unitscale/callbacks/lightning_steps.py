@@ -298,7 +298,7 @@ class StepsCallback(Callback, LoopCallback):
             )
 
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Check whether it adds passes to captured steps. If so, the others share these graphs.
+        """Check whether the callback adds passes to captured steps, which all callbacks then share.
 
         If no callback does, ``ScaleMonitor`` watches the step as it is written, and
         ``UnitScaleCallback`` works at the dispatcher.

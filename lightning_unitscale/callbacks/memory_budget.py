@@ -227,7 +227,7 @@ class RematCallback(StepsCallback):
         return True
 
     def _warn_if_unplanned(self, module: pl.LightningModule) -> None:
-        """Warn if a step has made gradients without a plan, so that the budget does not hold."""
+        """Warn if a step has computed gradients without a plan, which ignores the budget."""
         steps, partitioner = self._steps, self._partitioner
         if (
             self._has_warned
@@ -267,14 +267,14 @@ class RematCallback(StepsCallback):
         lines = dict.fromkeys(reason.rsplit(" at ", 1)[-1] for reason in breaks)
         count = len(reports_by_part(self.reports))
         parts = (
-            f"{count} parts, so budget={self.budget!r} holds for each of them"
+            f"{count} parts, so budget={self.budget!r} applies to each of them"
             if count != 1
-            else f"several parts, so budget={self.budget!r} holds for the only part that trains"
+            else f"several parts, so budget={self.budget!r} applies to the only part that trains"
         )
         rank_zero_warn(
             f"RematCallback: training_step is captured in {parts}. It breaks at "
-            f"{', '.join(lines)}. Expected a step that is captured whole. Keep printing, .item() "
-            "and shapes that depend on values out of it."
+            f"{', '.join(lines)}. Expected a step that is one graph. Keep printing, .item() and "
+            "shapes that depend on values out of it."
         )
 
     def _summary(self) -> str:
@@ -314,7 +314,7 @@ def compile_claims(setting: str, compile: bool | CompileMode) -> tuple[Claim, ..
 
 
 def _is_profiled(trainer: pl.Trainer) -> bool:
-    """Check whether a meter's profiler would replace the user's own."""
+    """Check whether the profiler that measures memory would replace one that the user runs."""
     on_cpu = trainer.strategy.root_device.type == "cpu"
     return on_cpu and is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
 
@@ -378,7 +378,7 @@ def step_partitioner(
 
 
 def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int, int]:
-    """Return the bytes besides the module's: in a whole step, and in parts of it."""
+    """Return the bytes outside the module: in a whole step, and in parts of it."""
     # The parts are its forward pass, and the step of the optimizer.
     gradients = gradient_bytes(trainer.lightning_module)
     always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)

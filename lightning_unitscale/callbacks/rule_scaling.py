@@ -215,7 +215,7 @@ class RuleScaling:
                 self.settings.follow_rates(trainer, self.parameters.infos)
 
     def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Scale gradients without a factor to RMS 1. In the first step none has a factor."""
+        """Give a factor to each gradient that has none yet, so that its RMS is 1."""
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = trainer.lightning_module.named_parameters()
         own = [(fqn, parameter) for fqn, parameter in named if id(parameter) in updated]
@@ -318,7 +318,7 @@ class RuleScaling:
         return replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
 
     def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:
-        """Check whether an evaluated module was never trained by rules, so it stays as it is."""
+        """Check whether an evaluated module was never trained by rules, and so runs unscaled."""
         if not self.init_weights:
             return False
         name = type(module).__name__

@@ -60,7 +60,7 @@ class NumberWriter:
         """Write the alerts of a step, if the logger supports them."""
 
     def write_event(self, text: str, step: int) -> None:
-        """Write that matmuls have changed their format, if the logger supports texts."""
+        """Write a line about matmuls whose format changed, if the logger supports texts."""
 
     def finish(self, snapshot: ScaleSnapshot) -> None:
         """Write the omitted parts of the last snapshot."""
@@ -206,7 +206,7 @@ class RunWriters:
             writer.write_alerts(alerts, step)
 
     def write_event(self, loop: Loop, text: str, step: int) -> None:
-        """Write that matmuls have changed their format at a step."""
+        """Write a line about matmuls whose format changed at a step."""
         for writer in self._of(loop):
             writer.write_event(text, step)
 

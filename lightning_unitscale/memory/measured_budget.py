@@ -5,7 +5,7 @@ first steps run with the plans that keep the least, and one step is measured fro
 Each graph shows by how many bytes its other plans differ.
 
 Gathered parameters are inputs of a graph. A plan may keep them, or views of them, for the backward
-pass as autograd does. FSDP frees their storage meanwhile, and refills it before.
+pass as autograd does. FSDP frees their storage in between, and refills it before.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def graph_choices(planner: Planner, parameters: Mask, *, min_cut: bool = False) 
 
     def choice(plan: RematPlan) -> Choice:
         # The caller may drop its own values or not, so only newly kept values are counted.
-        anew = int(problem.num_bytes[of_caller(plan) & ~of_caller(least)].sum())
-        held = plan.saved_bytes - least.saved_bytes + anew
+        recreated = int(problem.num_bytes[of_caller(plan) & ~of_caller(least)].sum())
+        held = plan.saved_bytes - least.saved_bytes + recreated
         (forward, backward), (before, after) = _peaks(plan), _peaks(least)
-        return Choice(plan, held, forward - before, backward - after + anew)
+        return Choice(plan, held, forward - before, backward - after + recreated)
 
     return GraphChoices(choice(least), choice(planner.default), tuple(map(choice, plans)))
 

@@ -104,7 +104,7 @@ class StorageRecorder(OperatorMode):
         self._task = 0
         # A simulated GPU has the CPU's streams.
         self._streams = {torch.cpu.current_stream(): 0}
-        self._sums_anew: Any = None
+        self._sums_again: Any = None
         self._kept_workspaces = KeptWorkspaces(gpu)
         self._is_paused = False
 
@@ -113,12 +113,12 @@ class StorageRecorder(OperatorMode):
         if has_distributed_class(types):
             # This is called again with the shards. The engine sums their gradients into new
             # tensors.
-            self._sums_anew = func
+            self._sums_again = func
             return NotImplemented
         if self._is_paused:
             return func(*args, **kwargs)
-        if sums_anew := self._sums_anew is func:
-            self._sums_anew = None
+        if sums_again := self._sums_again is func:
+            self._sums_again = None
         node = self._current_node()
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
@@ -135,7 +135,7 @@ class StorageRecorder(OperatorMode):
                 self._resize(index, tensor.untyped_storage().nbytes())  # by ``resize_``
         if str(func) == _GATHERING:
             self.declare(args[1], "unsharded")
-        is_sum = self.phase == "backward" and func is torch.ops.aten.add.Tensor and not sums_anew
+        is_sum = self.phase == "backward" and func is torch.ops.aten.add.Tensor and not sums_again
         if is_sum and outputs:
             self._accumulated_in_place(inputs, len(self._sizes) > num_storages)
         return result

@@ -33,7 +33,7 @@ class RematPlan:
         order: The order of the backward pass.
         timeline: Bytes alive over the forward and the backward pass.
         least_bytes: Bytes alive in the optimizer's step, which no plan changes.
-        moves: Saved values that wait in host memory. ``timeline`` is without them meanwhile.
+        moves: Saved values that wait in host memory. ``timeline`` then excludes them.
         exposed_seconds: Estimated time in which computing waits for their copies.
     """
 

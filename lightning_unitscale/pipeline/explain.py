@@ -51,7 +51,7 @@ class StageCosts:
 
     # Path of the module with the stage's first operation.
     first_module: str
-    # Estimates for one CPU core, or for a data-centre GPU.
+    # Estimates for one CPU core, or for a data-center GPU.
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int

@@ -157,7 +157,7 @@ class ParameterGradients(GraphPass):
         self._hooks.clear()
 
     def forget(self, exchanged: Iterable[str]) -> None:
-        """Measure the gradients of exchanged parameters anew."""
+        """Measure the gradients of exchanged parameters again."""
         self.settle()
         for fqn in exchanged:
             self.log2_factors.pop(fqn, None)

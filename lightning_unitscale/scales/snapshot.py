@@ -105,7 +105,7 @@ class ScaleSnapshot:
         """Return the rows of one direction, shape ``(len(self), layout.num_columns)``."""
         if direction not in ("forward", "backward"):
             raise ValueError(
-                f"direction={direction!r}: unknown. Expected 'forward' or 'backward'. Correct it."
+                f"direction={direction!r}: not a direction. Pass 'forward' or 'backward'."
             )
         return self.forward if direction == "forward" else self.backward
 

@@ -131,9 +131,7 @@ class TensorStatistics:
         """
         resolved = get_number_format(format)
         if kind not in FORMAT_KINDS:
-            raise ValueError(
-                f"kind={kind!r}: unknown. Expected one of {', '.join(FORMAT_KINDS)}. Correct it."
-            )
+            raise ValueError(f"kind={kind!r}: unknown. Pass one of {', '.join(FORMAT_KINDS)}.")
         counted = resolved in self.layout.formats
         if counted and self.log2_factor == self.log2_factor_of_counts:
             return self._value(f"{resolved.name}.{kind}") / self.numel if self.numel else math.nan

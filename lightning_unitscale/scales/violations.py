@@ -75,7 +75,7 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
             if kind not in FORMAT_KINDS:
                 raise ValueError(
                     f"thresholds={dict(thresholds)!r}: {kind!r} is unknown. Expected "
-                    f"{', '.join(FORMAT_KINDS)}. Correct it."
+                    f"{', '.join(FORMAT_KINDS)}. Pass one of them."
                 )
             is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
             if not is_number or not 0 <= fraction <= 1:

@@ -286,7 +286,7 @@ export class HeatMap {
         context.lineTo(left + FLAG, top);
         context.lineTo(left, top + height);
         context.closePath();
-        // An outline in the colour of the page makes flags visible on cells of every colour.
+        // An outline in the color of the page makes flags visible on cells of every color.
         context.strokeStyle = colors.page;
         context.lineWidth = 3;
         context.lineJoin = 'round';
