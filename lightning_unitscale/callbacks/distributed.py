@@ -20,9 +20,9 @@ from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.loops.ranks import gathered, is_distributed
 from lightning_unitscale.matmuls.measured_operands import combined_rms
 from lightning_unitscale.matmuls.measurement import Measurement
+from lightning_unitscale.scales.layout import FloatArray
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, merged_by_name
-from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

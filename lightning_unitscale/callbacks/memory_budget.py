@@ -32,7 +32,6 @@ from lightning_unitscale.loops.ranks import failing_together, gathered
 from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.offload import OP_BY_OP, HostLink, Offload, check_offload, link_of
-from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import (
     PeakMeter,
@@ -41,6 +40,7 @@ from lightning_unitscale.memory.real_memory import (
     stepping_bytes,
 )
 from lightning_unitscale.memory.remat_module import StepPartitioner
+from lightning_unitscale.memory.remat_plan import RematReport, reports_by_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

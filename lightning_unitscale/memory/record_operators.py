@@ -43,7 +43,7 @@ from lightning_unitscale.memory.costs import operator_costs
 from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of
 from lightning_unitscale.memory.gpu_recurrent import run_kernel
 from lightning_unitscale.memory.gpus import GPU
-from lightning_unitscale.memory.library_workspaces import KeptWorkspaces
+from lightning_unitscale.memory.reserved import KeptWorkspaces
 from lightning_unitscale.memory.step_record import (
     OUTSIDE,
     Event,

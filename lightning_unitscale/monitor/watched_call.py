@@ -19,7 +19,7 @@ from lightning_unitscale.capture.held_inputs import version_of
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.torch_internals import sequence_number
-from lightning_unitscale.monitor.gradient_hooks import Gradients
+from lightning_unitscale.monitor.input_gradients import Gradients
 from lightning_unitscale.monitor.names import (
     ALIASES,
     Caller,

@@ -22,8 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales.layout import MIN_EXPONENT, MOMENT_COLUMNS, MOMENTS, RowLayout
-from lightning_unitscale.scales.tensor_statistics import FloatArray
+from lightning_unitscale.scales.layout import (
+    MIN_EXPONENT,
+    MOMENT_COLUMNS,
+    MOMENTS,
+    FloatArray,
+    RowLayout,
+)
 from lightning_unitscale.scales.torch_rows import Elements, functional_row
 
 # Elements of a part, which stays in the second level of cache.

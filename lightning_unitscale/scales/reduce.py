@@ -21,9 +21,10 @@ from lightning_unitscale.scales.layout import (
     MIN_EXPONENT,
     MOMENT_COLUMNS,
     NUM_EXPONENTS,
+    FloatArray,
     RowLayout,
+    kind_weights,
 )
-from lightning_unitscale.scales.tensor_statistics import FloatArray, kind_weights
 
 
 def row_dtype(device: torch.device | str) -> torch.dtype:

@@ -18,12 +18,14 @@ from lightning_unitscale.scales.layout import (
     BLOCK_KINDS,
     DIRECTIONS,
     FORMAT_KINDS,
+    MEASURED,
     MOMENT_COLUMNS,
     Direction,
+    FloatArray,
     RowLayout,
+    TensorStatistics,
 )
 from lightning_unitscale.scales.reduce import merge_rows
-from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray, TensorStatistics
 
 
 @dataclass(frozen=True, eq=False)

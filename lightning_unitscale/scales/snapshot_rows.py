@@ -25,13 +25,14 @@ from lightning_unitscale.scales.layout import (
     BLOCK_KINDS,
     DIRECTIONS,
     FORMAT_KINDS,
+    MEASURED,
     MIN_EXPONENT,
     NUM_EXPONENTS,
     Direction,
+    FloatArray,
     RowLayout,
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray
 from lightning_unitscale.scales.violations import judged_by_format
 
 # Losses to a format, and whether the larger one of two tensors with equal losses is worse.

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.formats import NumberFormat, get_number_format
 from lightning_unitscale.scales.alerts import AlertKind, ScaleAlert, TensorScale, op_of
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, Kind
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, FloatArray, Kind
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 Limits: TypeAlias = float | Mapping[str, float]
 # One infinity ruins a training. In a saturating format, one of a thousand elements may saturate.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_unitscale.formats import get_format
-from lightning_unitscale.scales.tensor_statistics import kind_weights
+from lightning_unitscale.scales.layout import kind_weights
 from lightning_unitscale.tensorboard.responses import SHOWN_FORMATS
 from lightning_unitscale.tensorboard.run_report import BAD, STOPS, ZERO, write_report
 from tests.browser.conftest import STEPS
