@@ -14,18 +14,11 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.loops.ranks import is_distributed
+from lightning_unitscale.scales import violations
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.transfer import HostCopy
 from lightning_unitscale.scales.trends import AmaxTrends
-from lightning_unitscale.scales.violations import (
-    Limits,
-    default_thresholds,
-    first_nonfinite,
-    format_violations,
-    infinite_names,
-    parse_thresholds,
-)
 
 
 class LossWatch:
@@ -101,7 +94,7 @@ class ScaleAlerts:
     def __init__(
         self,
         on_violation: OnViolation | None,
-        thresholds: Mapping[str | NumberFormat, Limits] | None,
+        thresholds: Mapping[str | NumberFormat, violations.Limits] | None,
         trend_steps: int | None,
         formats: tuple[NumberFormat, ...],
     ) -> None:
@@ -114,9 +107,9 @@ class ScaleAlerts:
             )
         self._on_violation = on_violation
         if thresholds is None:
-            self._thresholds = default_thresholds(formats)
+            self._thresholds = violations.default_thresholds(formats)
         else:
-            self._thresholds = parse_thresholds(thresholds)
+            self._thresholds = violations.parse_thresholds(thresholds)
         limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
         # The formats to count
         self.formats = tuple(dict.fromkeys((*formats, *limited)))
@@ -160,13 +153,13 @@ class ScaleAlerts:
         num_merged: int = 1,
     ) -> tuple[ScaleAlert, ...]:
         """Return the new alerts of a snapshot, the same on all ranks."""
-        nonfinite = first_nonfinite(
+        nonfinite = violations.first_nonfinite(
             snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
         )
         if nonfinite is None:
-            self._known_infinite.update(infinite_names(snapshot))
+            self._known_infinite.update(violations.infinite_names(snapshot))
         alerts = [] if nonfinite is None else [nonfinite]
-        fits = format_violations(snapshot, self._thresholds, num_merged)
+        fits = violations.format_violations(snapshot, self._thresholds, num_merged)
         if self._trends is not None:
             fits += self._trends.add(snapshot, num_merged)
         alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]

@@ -23,15 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_unitscale.capture import fake_device
 from lightning_unitscale.capture.absent_ranks import has_distributed_class, local_tensor
 from lightning_unitscale.capture.decompose import open_function
-from lightning_unitscale.capture.fake_device import (
-    OperatorMode,
-    current_autograd_function,
-    forgetting_control_flow,
-    is_control_flow,
-    run_control_flow,
-)
 from lightning_unitscale.capture.graph_nodes import (
     module_path,
     op_name,
@@ -80,7 +74,7 @@ def label(tensors: Sequence[Tensor], node: int) -> None:
             pending += [following for following, _ in function.next_functions]
 
 
-class StorageRecorder(OperatorMode):
+class StorageRecorder(fake_device.OperatorMode):
     """Recorder of every operator, and of each storage's allocation and release.
 
     A weak reference to each storage reports its release. So the record follows the reference counts
@@ -253,7 +247,7 @@ class StorageRecorder(OperatorMode):
     def _current_node(self) -> int:
         if self.phase != "backward":
             return self.node
-        function = current_autograd_function()
+        function = fake_device.current_autograd_function()
         if function is None:
             return OUTSIDE
         self._task = function.metadata.setdefault(_TASK, len(self.record.operators))
@@ -298,7 +292,7 @@ class ModuleTrace(TorchFunctionMode):
         def leave(*_: Any) -> None:
             self._running.pop()
 
-        with contextlib.ExitStack() as hooks, forgetting_control_flow(), self:
+        with contextlib.ExitStack() as hooks, fake_device.forgetting_control_flow(), self:
             for module, path in self._paths.items():
                 enter = partial(self._enter, path)
                 hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
@@ -321,9 +315,9 @@ class ModuleTrace(TorchFunctionMode):
             # Expanded, as in a captured graph, since its parts depend on the device too.
             with self:
                 return open_function(func)(*args, **kwargs)
-        if is_control_flow(func):
+        if fake_device.is_control_flow(func):
             with self:
-                return run_control_flow(func, args, kwargs)
+                return fake_device.run_control_flow(func, args, kwargs)
         if recorder.phase != "forward":
             # A checkpoint's recomputation belongs to the backward pass.
             return self._call(func, args, kwargs)

@@ -35,18 +35,9 @@ from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
 from lightning_unitscale.memory.remat_module import StepPartitioner
 from lightning_unitscale.patching import nothing
+from lightning_unitscale.pipeline import captured_program
 from lightning_unitscale.pipeline.batch_rules import Fact
 from lightning_unitscale.pipeline.batchwise import compare_graphs
-from lightning_unitscale.pipeline.captured_program import (
-    LOGS,
-    Arguments,
-    CalledSteps,
-    StepProgram,
-    example_outputs,
-    loss_position,
-    program_of_step,
-    static_shapes,
-)
 from lightning_unitscale.pipeline.checks import check_same_cuts
 from lightning_unitscale.pipeline.cuts import cut_by, num_marks
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
@@ -76,7 +67,7 @@ class PipelinedGraph:
     whole: GraphVariants
     # Values of the whole batch for the stages, with several microbatches.
     batch: WholeBatch | None
-    step: StepProgram
+    step: captured_program.StepProgram
     runner: PipelineRunner
     # The stages with the probes of all passes, after an observed step.
     observed: ObservedStages | None = None
@@ -89,7 +80,7 @@ class PipelinedGraph:
 
     def shared_results(self, outputs: Sequence[Any] | None, count: int) -> list[Any]:
         """Return the joined results of ``count`` microbatches on all ranks, which all log."""
-        values = self.joined(outputs or [example_outputs(self.graph.base)] * count)
+        values = self.joined(outputs or [captured_program.example_outputs(self.graph.base)] * count)
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
                 values[index] = value.contiguous()
@@ -133,11 +124,11 @@ class PipelinedMethod:
         # The captured method, with the callbacks' passes over its graphs unless ``plain``.
         steps = steps_of(module)
         if steps is None or name not in steps.steps or plain:
-            steps = CalledSteps(module, (name,), defer=defer)
+            steps = captured_program.CalledSteps(module, (name,), defer=defer)
         self.steps = steps
 
     def graph_calls(
-        self, parts: Sequence[Arguments], whole: Arguments
+        self, parts: Sequence[captured_program.Arguments], whole: captured_program.Arguments
     ) -> tuple[list[GraphCall], GraphCall]:
         """Return the calls of the method's one graph, for the microbatches and for the batch."""
         # No part of the method has run yet.
@@ -189,7 +180,9 @@ class PipelinedMethod:
     def _cut(
         self, call: GraphCall, whole: GraphCall, loss: int | None, batch: WholeBatch | None
     ) -> PipelinedGraph:
-        step = program_of_step(call, self.module, loss, batch.rewrite if batch else nothing)
+        step = captured_program.program_of_step(
+            call, self.module, loss, batch.rewrite if batch else nothing
+        )
         strategy, ownership = self.strategy, self.strategy.ownership
         replicas, group = strategy.grid.replicas, strategy.grid.pipeline
         is_first = not ownership.is_settled
@@ -223,7 +216,7 @@ class PipelinedStep(PipelinedMethod):
     def __init__(
         self, strategy: GridStrategy, cut_context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        super().__init__(_NAME, strategy, defer=LOGS)
+        super().__init__(_NAME, strategy, defer=captured_program.LOGS)
         self._cut_context = cut_context
         self.steps.attach(type(self).__name__)
 
@@ -237,13 +230,13 @@ class PipelinedStep(PipelinedMethod):
         parts = split_evenly(batch, self.strategy.num_microbatches)
         # Here and in the parts of a batch, a tensor that occurs twice becomes two inputs.
         (batch,) = split_evenly(batch, 1)
-        with static_shapes():
+        with captured_program.static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )
 
             def loss() -> int:
-                position = loss_position(step, calls[0], (parts[0], *args), kwargs)
+                position = captured_program.loss_position(step, calls[0], (parts[0], *args), kwargs)
                 if position is None:
                     raise RuntimeError(
                         f"{type(self.module).__name__}.{_NAME} returns no result of its captured "
@@ -290,7 +283,7 @@ class PipelinedEvaluation(PipelinedMethod):
 
     def __init__(self, name: str, strategy: GridStrategy, num_microbatches: int) -> None:
         # Plain: a step that callbacks rewrite into another function does not run as a pipeline.
-        super().__init__(name, strategy, defer=LOGS, plain=True)
+        super().__init__(name, strategy, defer=captured_program.LOGS, plain=True)
         self._num_microbatches = num_microbatches
         # By the shapes of the inputs.
         self._graphs_for: dict[tuple[torch.Size, ...], dict[int, GraphVariants]] = {}
@@ -301,7 +294,7 @@ class PipelinedEvaluation(PipelinedMethod):
         parts = [batch] if count == 1 else split_evenly(batch, count)
         if count > 1:
             (batch,) = split_evenly(batch, 1)
-        with static_shapes():
+        with captured_program.static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )

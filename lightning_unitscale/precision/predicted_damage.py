@@ -10,14 +10,7 @@ from typing import Any
 import torch
 
 from lightning_unitscale.matmuls.rounding import SimulatedMatmuls
-from lightning_unitscale.precision.ledger import (
-    Key,
-    MovedPass,
-    Numbers,
-    SignedPass,
-    TangentPass,
-    sign_of,
-)
+from lightning_unitscale.precision import ledger
 from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
 
 # Directions whose tangents are in memory at the same time.
@@ -51,12 +44,12 @@ def loss_damage(
     for pair in range(effort.pairs):
         place = pair if pair % _PAIRS_PER_STEPS_OWN else 0
         is_moving = move_grids(place)
-        passes = [SignedPass(format, index) for index in (2 * pair, 2 * pair + 1)]
+        passes = [ledger.SignedPass(format, index) for index in (2 * pair, 2 * pair + 1)]
         for each in passes:
             step.run(each)
         one, other = (read(each.products) for each in passes)
         for name in one.keys() & other.keys():
-            first = sign_of(name, 2 * pair) * (one[name] - other[name]) / 2
+            first = ledger.sign_of(name, 2 * pair) * (one[name] - other[name]) / 2
             second = (one[name] + other[name]) / 4
             by_place = orders.setdefault(name, {})
             by_place.setdefault(place if is_moving else 0, []).append((first, second))
@@ -100,25 +93,25 @@ def gradient_products(
     eps: float,
     effort: Effort,
     move_grids: Callable[[int], bool],
-) -> dict[str, tuple[dict[Key, float], dict[Key, float]]]:
+) -> dict[str, tuple[dict[ledger.Key, float], dict[ledger.Key, float]]]:
     """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents.
 
     If the grid moves, errors are averaged over several places. In a second dictionary are the
     squares of the errors of all computations, as they arise, averaged over the same places.
     """
-    sums: dict[str, dict[Key, float]] = {word: {} for word in named}
-    others: dict[str, dict[Key, float]] = {word: {} for word in named}
+    sums: dict[str, dict[ledger.Key, float]] = {word: {} for word in named}
+    others: dict[str, dict[ledger.Key, float]] = {word: {} for word in named}
     distance = step.rms * math.sqrt(eps)
     places = num_places(effort, is_moving=move_grids(0))
     for number, first in enumerate(range(0, effort.directions, _DIRECTIONS_AT_ONCE)):
         move_grids(number % places)
         moved = []
         for index in range(first, min(first + _DIRECTIONS_AT_ONCE, effort.directions)):
-            moved.append(MovedPass())
+            moved.append(ledger.MovedPass())
             with step.moved(index, distance):
                 step.run(moved[-1], is_forward=True)
         operands, is_new_place = [each.operands for each in moved], 1 < places > number
-        tangents = TangentPass(named, operands, distance, measures_added=is_new_place)
+        tangents = ledger.TangentPass(named, operands, distance, measures_added=is_new_place)
         step.run(tangents)
         for (_, word, key), product in read(tangents.products).items():
             mean = product**2 / effort.directions
@@ -130,8 +123,8 @@ def gradient_products(
 
 
 def large_estimates(
-    estimates: Mapping[Key, float], total: float, effort: Effort, places: int
-) -> list[Key]:
+    estimates: Mapping[ledger.Key, float], total: float, effort: Effort, places: int
+) -> list[ledger.Key]:
     """Return the computations whose estimated squares make up much of the sum of all, ``total``.
 
     An estimate is uncertain by ``sqrt(2 / directions)`` of itself. A large one makes the sum as
@@ -143,7 +136,7 @@ def large_estimates(
     return sorted(large, key=lambda key: -estimates[key])[:most]
 
 
-def read(numbers: Numbers) -> dict[Any, float]:
+def read(numbers: ledger.Numbers) -> dict[Any, float]:
     """Return numbers from their device, in one transfer."""
     if not numbers:
         return {}
