@@ -146,11 +146,7 @@ class ScaleAlerts:
             self.bad_losses = [ScaleAlert("loss", bad, "loss", "", "forward", text)]
 
     def judge(
-        self,
-        snapshot: ScaleSnapshot,
-        *,
-        has_loss_scaler: bool,
-        num_merged: int = 1,
+        self, snapshot: ScaleSnapshot, *, has_loss_scaler: bool, num_merged: int = 1
     ) -> tuple[ScaleAlert, ...]:
         """Return the new alerts of a snapshot, the same on all ranks."""
         nonfinite = violations.first_nonfinite(

@@ -90,10 +90,7 @@ def checking_checkpoints(
 
 
 def _check(
-    trainer: pl.Trainer,
-    checkpoint: dict[str, Any],
-    state: Mapping[str, Any] | None,
-    method: str,
+    trainer: pl.Trainer, checkpoint: dict[str, Any], state: Mapping[str, Any] | None, method: str
 ) -> None:
     """Compare the method of a checkpoint with the callback's, and remove the mark."""
     if state is not None:

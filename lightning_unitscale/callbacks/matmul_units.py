@@ -139,11 +139,7 @@ class MatmulUnits(LoopCallback):
         if self.attached is None:
             numerics = numerics_of((self._simulation, self._fp8), measures_range=True)
             self.attached = AttachedSession(
-                loop.module,
-                loop.steps,
-                self._units,
-                numerics,
-                outlasts_calls=loop.has_loss_outside,
+                loop.module, loop.steps, self._units, numerics, outlasts_calls=loop.has_loss_outside
             )
 
     @property

@@ -352,10 +352,7 @@ def _partitioner(
 
 
 def step_partitioner(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    budget: Budget,
-    offload: Offload = None,
+    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget, offload: Offload = None
 ) -> StepPartitioner:
     """Return the partitioner of a LightningModule's steps, with its Trainer's memory."""
     refuse_sharded_parameters(

@@ -92,12 +92,7 @@ class RuleScaling:
         self._is_plain = False
 
     def passes_for(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        *,
-        is_other: bool,
-        is_compiled: bool,
+        self, trainer: pl.Trainer, module: pl.LightningModule, *, is_other: bool, is_compiled: bool
     ) -> list[GraphPass]:
         """Return the passes over the steps. Use the module's own plan, if it has one."""
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")

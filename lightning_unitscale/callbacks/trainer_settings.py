@@ -42,7 +42,7 @@ _HIDING_MATMULS = {
     "hide their matmuls from the graph",
 }
 _CONFLICTS_OF_FP8 = {
-    "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself",
+    "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself"
 }
 
 
@@ -110,9 +110,7 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
     is_reported = False
 
     def clip(
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: Any = "norm",
+        optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
         nonlocal is_reported
         if clip_val <= 0:

@@ -211,10 +211,7 @@ class RunWriters:
             writer.write_event(text, step)
 
     def finish(
-        self,
-        loop: Loop,
-        newest: ScaleSnapshot | None,
-        alerts: Sequence[ScaleAlert],
+        self, loop: Loop, newest: ScaleSnapshot | None, alerts: Sequence[ScaleAlert]
     ) -> None:
         """Write the omitted parts of a run's last snapshot, and the summary of the run."""
         if newest is None or not self._writers:

@@ -222,11 +222,7 @@ def _events(moves: Sequence[Move]) -> list[tuple[int, int, int, int]]:
 
 
 def offloads(
-    problem: RematProblem,
-    saved: Mask,
-    order: BackwardOrder,
-    timeline: PlanTimeline,
-    link: HostLink,
+    problem: RematProblem, saved: Mask, order: BackwardOrder, timeline: PlanTimeline, link: HostLink
 ) -> list[ChosenMoves]:
     """Return choices of moves for one plan, from few to many and from hidden to exposed copies.
 
@@ -285,10 +281,7 @@ def gpu_cost_model(gpu: GPU) -> CostModel:
     """
     default = default_cost_model("cuda")
     return CostModel(
-        gpu.flops_per_second,
-        gpu.bytes_per_second,
-        default.overhead_seconds,
-        default.random_seconds,
+        gpu.flops_per_second, gpu.bytes_per_second, default.overhead_seconds, default.random_seconds
     )
 
 

@@ -26,12 +26,7 @@ from typing_extensions import override
 from lightning_unitscale.capture import fake_device
 from lightning_unitscale.capture.absent_ranks import has_distributed_class, local_tensor
 from lightning_unitscale.capture.decompose import open_function
-from lightning_unitscale.capture.graph_nodes import (
-    module_path,
-    op_name,
-    tensors_in,
-    unique_name,
-)
+from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in, unique_name
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.memory.costs import operator_costs
 from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of

@@ -38,11 +38,7 @@ from lightning_unitscale.monitor.rows import (
     gradient_axis,
     shown_inputs,
 )
-from lightning_unitscale.monitor.torch_state import (
-    is_readable,
-    plain_functions,
-    takes_part,
-)
+from lightning_unitscale.monitor.torch_state import is_readable, plain_functions, takes_part
 
 _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
 

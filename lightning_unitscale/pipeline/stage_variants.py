@@ -206,10 +206,7 @@ class StagePartitioner(RematPartitioner):
 
 
 def remat_stages(
-    runner: PipelineRunner,
-    microbatch: Sequence[Any],
-    steps: ModuleSteps,
-    strategy: GridStrategy,
+    runner: PipelineRunner, microbatch: Sequence[Any], steps: ModuleSteps, strategy: GridStrategy
 ) -> Replaced:
     """Plan a rank's stages, and return functions that replace them. Every rank calls it."""
     partitioner, num_microbatches = steps.partition_fn, runner.num_microbatches

@@ -28,10 +28,7 @@ _LARGE_SHARE, _DIRECTIONS_PER_MEASUREMENT = 0.05, 2 * _DIRECTIONS_AT_ONCE
 
 
 def loss_damage(
-    step: MeasuredStep,
-    format: SimulatedMatmuls,
-    effort: Effort,
-    move_grids: Callable[[int], bool],
+    step: MeasuredStep, format: SimulatedMatmuls, effort: Effort, move_grids: Callable[[int], bool]
 ) -> dict[str, tuple[float, float]]:
     """Return the second order of each forward matmul, and the part of its damage that lasts.
 
