@@ -27,7 +27,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_warn,
 )
 from lightning_unitscale.patching import Replacement, shadowed
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

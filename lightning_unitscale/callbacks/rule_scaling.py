@@ -45,12 +45,11 @@ from lightning_unitscale.loops.ranks import gathered
 from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.rules.build_plan import plan_step
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.exchanged import PARAMETERS_ATTRIBUTE, PlannedParameters
 from lightning_unitscale.rules.learning_rates import Method, Role
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.rules.rewrite import RuleRewrite
-from lightning_unitscale.rules.transform import Replace
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE, Replace
 from lightning_unitscale.rules.unit_weights import (
     ParameterGradients,
     already_at_unit_scale,

@@ -187,7 +187,7 @@ class FitInCLI(ProfileCLI):
 
         # Copies of a CPU's tensors would stay in the same memory.
         link = None if gpu is None else link_of(self._device)
-        return SizedStep.of(precision, size, model, profile_at, problem_at, self._memory, link)
+        return SizedStep(precision, size, model, profile_at, problem_at, self._memory, link)
 
     def _checked(self, step: SizedStep, limit: int) -> Iterator[Fit]:
         """Yield what fits in a precision. The cheapest is traced at its own microbatch size."""

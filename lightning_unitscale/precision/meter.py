@@ -36,9 +36,10 @@ from lightning_unitscale.precision.ledger import (
     energy,
     relative,
 )
-from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
-from lightning_unitscale.precision.predicted_damage import (
+from lightning_unitscale.precision.measured_step import (
     FEWEST_PAIRS,
+    Effort,
+    MeasuredStep,
     gradient_products,
     large_estimates,
     loss_damage,
