@@ -32,8 +32,15 @@ from lightning_unitscale.capture.dynamo_capture import is_compiled
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import GraphPass
-from lightning_unitscale.loops import loop
 from lightning_unitscale.loops.attach import Attachment, attach_in_fabric
+from lightning_unitscale.loops.loop import (
+    Claim,
+    Loop,
+    LoopCallback,
+    class_given,
+    leaving_after,
+    why_not_together,
+)
 from lightning_unitscale.patching import nothing, shadowed
 
 if TYPE_CHECKING:
@@ -62,8 +69,8 @@ def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
         owner.end()
         earlier = callbacks[: callbacks.index(owner)] if owner in callbacks else []
         owner.guards = contextlib.ExitStack()
-        owner.guards.enter_context(loop.leaving_after(earlier, owner.end, always=False))
-        owner.guards.enter_context(loop.leaving_after([trainer.strategy], owner.end, always=True))
+        owner.guards.enter_context(leaving_after(earlier, owner.end, always=False))
+        owner.guards.enter_context(leaving_after([trainer.strategy], owner.end, always=True))
 
 
 def attach_steps(
@@ -163,7 +170,7 @@ def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Refuse callbacks that conflict."""
-    text = loop.why_not_together(callbacks)
+    text = why_not_together(callbacks)
     if text is not None:
         raise packages.misconfigured(text)
 
@@ -174,7 +181,7 @@ def _of_instances(kind: type, hook: FunctionType, *, refuses: bool) -> Callable[
         if args and isinstance(args[0], kind):
             return hook(*args, **kwargs)
         if refuses:
-            raise packages.misconfigured(loop.class_given(kind))
+            raise packages.misconfigured(class_given(kind))
         return None
 
     return run
@@ -215,14 +222,14 @@ def given_arguments(init: Callable[..., None], arguments: Mapping[str, Any]) -> 
     }
 
 
-class StepsCallback(packages.Callback, loop.LoopCallback):
+class StepsCallback(packages.Callback, LoopCallback):
     """The base of the callbacks: hooks around batches and at the end of a run."""
 
     compile: bool | CompileMode = False
     attachments: tuple[Attachment, ...] = ()  # in Lightning Fabric, one for each set-up module
     guards: contextlib.ExitStack | None = None  # leaves the run of a Trainer after an error
 
-    _loop: loop.Loop | None = None
+    _loop: Loop | None = None
     _batch: tuple[Any, int] | None = None  # of the running training step, and its index
     _arguments: Mapping[str, Any] = {}
 
@@ -258,11 +265,11 @@ class StepsCallback(packages.Callback, loop.LoopCallback):
         return super().state_key
 
     @override
-    def claims(self) -> Sequence[loop.Claim]:
+    def claims(self) -> Sequence[Claim]:
         # A user's callback may derive from one of ours.
         kinds = type(self).__mro__
         own = kinds[kinds.index(StepsCallback) - 1]
-        return (loop.Claim(f"what {own.__name__} sets", repr(self)),)
+        return (Claim(f"what {own.__name__} sets", repr(self)),)
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Attach to a module that Lightning Fabric has set up.

@@ -224,9 +224,8 @@ def explain_step(
     # The error names the argument that the user has set.
     default = f"num_stages={num_stages}: num_microbatches is twice as many by default, and"
     part = split_evenly(batch, count, default if num_microbatches is None else "")[0]
-    step = captured_program.CalledSteps(module, (method,), defer=captured_program.LOGS).steps[
-        method
-    ]
+    steps = captured_program.CalledSteps(module, (method,), defer=captured_program.LOGS)
+    step = steps.steps[method]
     only, loss = "", None
     with captured_program.static_shapes(), unmarked(module), context():
         try:
@@ -263,9 +262,8 @@ def _of_called(
         if found is None:
             raise failure
         path, (args, kwargs) = found
-        step = captured_program.CalledSteps(module, (captured_program.forward_of(path),)).steps[
-            captured_program.forward_of(path)
-        ]
+        name = captured_program.forward_of(path)
+        step = captured_program.CalledSteps(module, (name,)).steps[name]
         try:
             return step.graph_call(*args, **kwargs), captured_program.as_attribute(path)
         except NotOneGraphError:

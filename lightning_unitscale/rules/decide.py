@@ -24,7 +24,17 @@ from lightning_unitscale.capture.graph_nodes import (
     op_name,
     tensor_name,
 )
-from lightning_unitscale.rules import flow
+from lightning_unitscale.rules.flow import (
+    EMBEDDINGS,
+    RULE_ERRORS,
+    added_tensors,
+    is_attention,
+    is_operation,
+    may_be_float,
+    output_factor,
+    reads_of,
+    rule_of,
+)
 from lightning_unitscale.rules.patterns import logit_factor
 from lightning_unitscale.rules.plan import (
     Argument,
@@ -74,7 +84,7 @@ class Decider:
 
     def before(self, node: fx.Node) -> Decision | None:
         """Return the factors on the arguments of a node that is about to run."""
-        if not flow.is_operation(node) or not flow.may_be_float(node):
+        if not is_operation(node) or not may_be_float(node):
             return None
         return self._keep(node, self._decide(node))
 
@@ -118,14 +128,14 @@ class Decider:
     def _matmul(self, node: fx.Node, matmul: MatmulNode) -> Decision:
         arguments = self._unit_operands(matmul)
         try:
-            output = flow.output_factor(node)
-        except flow.RULE_ERRORS as error:
+            output = output_factor(node)
+        except RULE_ERRORS as error:
             return self._unruled_matmul(node, arguments, f"its rule does not apply: {error}")
-        rule = flow.rule_of(node)
+        rule = rule_of(node)
         reference = rule.reference if rule is not None else ""
         if output is None:
             return self._unruled_matmul(node, arguments, "no rule")
-        if flow.is_attention(node):
+        if is_attention(node):
             self.scales.set(node, 1.0)
             return _decision(
                 node,
@@ -177,7 +187,7 @@ class Decider:
 
     def _residual(self, node: fx.Node) -> Decision:
         residual = self.structure.residuals[node]
-        operands = dict(flow.added_tensors(node) or ())
+        operands = dict(added_tensors(node) or ())
         tau = self.weights[node]
         total = math.hypot(1, tau)
         shares = {residual.skip: 1 / total, residual.branch: tau / total}
@@ -198,7 +208,7 @@ class Decider:
         )
 
     def _plain_add(self, node: fx.Node) -> Decision:
-        squares = [self.scales.of(source) ** 2 for _, source in flow.added_tensors(node) or ()]
+        squares = [self.scales.of(source) ** 2 for _, source in added_tensors(node) or ()]
         total = math.sqrt(sum(squares))
         self.scales.set(node, 1.0)
         output = 1 / total if _matters(total) else 1.0
@@ -206,7 +216,7 @@ class Decider:
         return _decision(node, "rule", reason, output=output)
 
     def _other(self, node: fx.Node) -> Decision:
-        rule = flow.rule_of(node)
+        rule = rule_of(node)
         first: Path = (0,) if node.args else ("input",)
         if rule is not None and rule.kind == "loss":
             mult = self.options.loss_mult if op_name(node) == "cross_entropy" else 1.0
@@ -220,7 +230,7 @@ class Decider:
         origin: Origin = "kept"
         if rule is not None and rule.kind == "activation":
             origin = "derived"
-        elif rule is not None and (rule.kind == "normalization" or rule.name in flow.EMBEDDINGS):
+        elif rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS):
             origin = "rule"
         return _decision(node, origin, reason, arguments=arguments)
 
@@ -230,7 +240,7 @@ class Decider:
         return any(self.flow.parameter_of(addend.node) is None for addend in matmul.addends)
 
     def _activation_mult(self, node: fx.Node) -> float:
-        rule = flow.rule_of(node)
+        rule = rule_of(node)
         if self.options.activation_mult == 1.0 or rule is None or rule.kind != "activation":
             return 1.0
         tensors = [source for _, source in float_arguments(node)]
@@ -271,4 +281,4 @@ def _decision(
     arguments: tuple[Argument, ...] = (),
     kwargs: tuple[tuple[str, Any], ...] = (),
 ) -> Decision:
-    return Decision(op_name(node), flow.reads_of(node), origin, reason, output, arguments, kwargs)
+    return Decision(op_name(node), reads_of(node), origin, reason, output, arguments, kwargs)
