@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from lightning_unitscale.arguments import shown
+from lightning_unitscale.arguments import check_count, shown
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.loops.loop import Loop
@@ -99,12 +99,8 @@ class ScaleAlerts:
         formats: tuple[NumberFormat, ...],
     ) -> None:
         _check_reaction(on_violation)
-        is_number = isinstance(trend_steps, int) and not isinstance(trend_steps, bool)
-        if trend_steps is not None and (not is_number or trend_steps < 1):
-            raise ValueError(
-                f"trend_steps={shown(trend_steps)}: not a number of steps. Expected an integer of "
-                "at least 1, or None to check no trends. Pass trend_steps=500."
-            )
+        if trend_steps is not None:
+            check_count("trend_steps", trend_steps)
         self._on_violation = on_violation
         if thresholds is None:
             self._thresholds = violations.default_thresholds(formats)

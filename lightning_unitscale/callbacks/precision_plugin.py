@@ -1,10 +1,9 @@
 """A precision plugin for a Trainer and for Fabric that brings its own ``UnitScaleCallback``.
 
 A plugin has no hooks around batches, checkpoints and errors. So it adds a callback to the list of
-the Trainer or of Fabric before a run calls the first callback. The
-plugins of Lightning's four packages have the same names and different methods. The package that
-runs the plugin is known when a module arrives. The plugin's class is then derived from that
-package's plugin of the same precision.
+the Trainer or of Fabric before a run calls the first callback. The plugins of Lightning's four
+packages have the same names and different methods. The package that runs the plugin is known when a
+module arrives. The plugin's class is then derived from that package's plugin of the same precision.
 
 Names of Lightning that are not documented, checked on 2.6: ``Strategy.connect``, ``Fabric.setup``
 and ``Fabric._callbacks``.

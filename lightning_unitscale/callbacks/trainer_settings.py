@@ -286,7 +286,7 @@ def warn_of_zero_eps(optimizers: Iterable[Optimizer]) -> None:
             if lost:
                 rank_zero_warn(
                     f"{type(optimizer).__name__}(eps={eps}): eps is 0 in {lost[0]}, the type of "
-                    "the parameters, so a weight whose squared gradient is 0 becomes NaN. Pass an "
-                    "eps of at least 1e-7, or use Trainer(precision='16-mixed')."
+                    "the parameters, so a weight whose squared gradient is 0 becomes NaN. Pass "
+                    "eps=1e-4 or more, or use Trainer(precision='16-mixed')."
                 )
                 break

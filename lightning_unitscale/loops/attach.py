@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from lightning_unitscale.arguments import checked_folder, shown
+from lightning_unitscale.arguments import check_instance, checked_folder, shown
 from lightning_unitscale.loops import called_loop
 from lightning_unitscale.loops.loop import LoopCallback, given_callbacks
 from lightning_unitscale.patching import Replacement, shadowed
@@ -87,11 +87,8 @@ class Attachment(called_loop.CalledLoop):
         loggers: Any = (),
         scaler: Any = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module={shown(module)}: not a torch.nn.Module. Expected the module that is "
-                "trained. Pass the model itself."
-            )
+        expected = "the torch.nn.Module that is trained"
+        check_instance("module", module, nn.Module, expected, "pass the model itself")
         if called_loop.attachment_of(called_loop.unwrapped(module)) is not None:
             raise ValueError(
                 f"module={type(module).__name__}: callbacks are attached to it already. Expected "
