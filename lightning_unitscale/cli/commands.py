@@ -66,7 +66,7 @@ class UnitScaleCLI(LightningCLI):
             is_checkpoint = False
         if not is_checkpoint:
             raise ValueError(
-                f"ckpt_path={path!r}: no checkpoint. Expected its file. Pass another path."
+                f"ckpt_path={path!r}: no checkpoint. Expected one. Pass another path."
             )
 
     @override
