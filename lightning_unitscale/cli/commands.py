@@ -65,9 +65,7 @@ class UnitScaleCLI(LightningCLI):
         except OSError:
             is_checkpoint = False
         if not is_checkpoint:
-            raise ValueError(
-                f"ckpt_path={path!r}: no checkpoint. Expected one. Pass another path."
-            )
+            raise ValueError(f"ckpt_path={path!r}: no checkpoint. Expected one. Pass another path.")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

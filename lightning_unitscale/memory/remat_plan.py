@@ -294,7 +294,7 @@ def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:
 
 
 def draw_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
-    """Draw the forward or the backward graph of a partition, with grey inputs.
+    """Draw the forward or the backward graph of a partition, with gray inputs.
 
     Args:
         graph_module: The graph.

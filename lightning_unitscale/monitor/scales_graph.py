@@ -148,7 +148,7 @@ TRAINED: Final = "requires_grad"
 
 _HEADERS: Final = ("name", "op", "module", "mean |x|", "std", "mean |grad|", "std of grad")
 # Powers of two from 1 at which a color is at its strongest: FP16's normal numbers end near there.
-_FULL_COLOUR: Final = 14.0
+_FULL_COLOR: Final = 14.0
 _LARGE, _SMALL = (214, 69, 65), (52, 120, 214)
 
 
@@ -221,7 +221,7 @@ def _cell_style(value: float | None) -> str:
     log2 = math.log2(value) if 0.0 < value < math.inf else math.copysign(math.inf, value - 0.5)
     red, green, blue = _LARGE if log2 > 0 else _SMALL
     # At most half opaque, so that text stays readable on white and on black.
-    opacity = 0.5 * min(abs(log2) / _FULL_COLOUR, 1.0)
+    opacity = 0.5 * min(abs(log2) / _FULL_COLOR, 1.0)
     return f"{style};background-color:rgba({red},{green},{blue},{opacity:.2f})"
 
 

@@ -47,7 +47,7 @@ _RECENT: Final = 8
 # Parameters below this RMS are zero, as one that was perturbed by 1e-6 is.
 _LOG2_ZERO: Final = -14.0
 # A sum of n terms of which each is rounded has an error of sqrt(n) roundings.
-_CANCELLED: Final = 4.0
+_CANCELED: Final = 4.0
 _LEAST_SPACING: Final = 1e-6
 # From this share of its chance on, the input of a tensor that is off counts as off too.
 _SUSPICIOUS: Final = 0.5
@@ -155,7 +155,7 @@ def _floors(pair: RunPair, history: PairHistory, direction: Direction) -> Double
         terms = history.numel[readers[0]] / history.numel[k]
         if terms > 1:  # a bias
             arriving = history.log2_rms[:, :, readers].max(axis=(0, 2))
-            floors[:, k] = arriving + math.log2(_CANCELLED * spacing * math.sqrt(terms))
+            floors[:, k] = arriving + math.log2(_CANCELED * spacing * math.sqrt(terms))
     return floors
 
 
@@ -244,7 +244,7 @@ def _with_floor(
     for t, k in np.argwhere(np.isneginf(rms).any(axis=0)):
         read = rms[:, t, list(around[k])]
         if read.size and np.isfinite(read).any():
-            rounding = math.log2(_CANCELLED * max(_spacing(history), _LEAST_SPACING))
+            rounding = math.log2(_CANCELED * max(_spacing(history), _LEAST_SPACING))
             floors[t, k] = max(floors[t, k], read[np.isfinite(read)].max() + rounding)
     with np.errstate(invalid="ignore"):  # infinite and infinite
         values: Doubles = np.logaddexp2(2 * rms, 2 * floors) / 2

@@ -307,7 +307,7 @@ def test_an_empty_folder_says_what_to_do(page, tmp_path):
 
 
 def test_names_are_readable_where_there_is_room(dashboard):
-    assert dashboard.app("app.heatMap.isLabelled")
+    assert dashboard.app("app.heatMap.isLabeled")
     assert dashboard.app("app.heatMap.cellRect(0, 1, 0).height") >= 16
 
 
