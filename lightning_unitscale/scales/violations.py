@@ -56,8 +56,8 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
     """Parse thresholds that a user has written."""
     if not isinstance(thresholds, Mapping):
         raise TypeError(
-            f"thresholds={shown(thresholds)}: not a mapping. Expected format -> fraction of the "
-            "elements. Pass for example {'E4M3FN': 0.01}"
+            f"thresholds={shown(thresholds)}: not a mapping. Expected a fraction of the "
+            "elements for each format. Pass for example {'E4M3FN': 0.01}."
         )
     parsed: list[Threshold] = []
     for name, allowed in thresholds.items():
