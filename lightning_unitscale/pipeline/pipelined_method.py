@@ -137,7 +137,7 @@ class PipelinedMethod:
             for args, kwargs in parts:
                 calls.append(step.graph_call(*args, **kwargs))
                 if calls[-1].graph is not calls[0].graph:
-                    raise NotOneGraphError("it is another one for the next microbatch")
+                    raise NotOneGraphError("the next microbatch has a different graph")
             args, kwargs = whole
             return calls, calls[0] if len(calls) == 1 else step.graph_call(*args, **kwargs)
         except NotOneGraphError as error:
@@ -165,10 +165,10 @@ class PipelinedMethod:
                 batch = WholeBatch(compare_graphs(call, whole, len(calls)))
                 if is_exact and (reason := batch.why_not(call, position)):
                     raise NotPipelinedError(
-                        f"{type(self.module).__name__}.{self.name} does not give the loss of the "
-                        f"batch by microbatches: {reason}. The loss has to consist of sums and "
-                        "means over samples or tokens. Otherwise compute it in training_step, from "
-                        "the result of one module (capture='forward')."
+                        f"{type(self.module).__name__}.{self.name}: the loss of the batch cannot "
+                        f"be computed from microbatches: {reason}. The loss has to consist of "
+                        "sums and means over samples or tokens. Otherwise compute it in "
+                        "training_step, from the result of one module (capture='forward')."
                     )
             self._pipelines[key] = self._cut(call, whole, position, batch)
         graph = self._pipelines[key]
@@ -305,7 +305,7 @@ class PipelinedEvaluation(PipelinedMethod):
                 raise NotPipelinedError(
                     f"{type(self.module).__name__}.{self.name} was captured as {len(graphs)} "
                     "graphs for batches of one size. A pipeline needs one. Keep counters of calls "
-                    "out of it"
+                    "out of it."
                 )
             try:
                 graph = self.pipelined(calls, whole, is_exact=False)
