@@ -1,4 +1,4 @@
-"""Explain to users which matmuls were scaled, and by which units, as text or HTML."""
+"""Explain to users which matmuls were scaled, and their units, as text or HTML."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class RematCallback(StepsCallback):
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
         offload: ``"host"`` also moves values that are kept to pinned host memory, where that costs
-            less time than recomputing them. Copies run beside computing. The budget is for the
-            device's memory. On a CPU the values are copied outside torch's allocator, which saves
+            less time than recomputing them. Copies run while the device computes. The budget is
+            for the device's memory. On a CPU the values are copied outside torch's allocator, which saves
             nothing and is for tests. Not available with ``compile`` or under FSDP2.
 
     Raises:

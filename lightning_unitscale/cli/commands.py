@@ -322,7 +322,7 @@ class _FitRecord(pl.Callback):
 
 
 def tensorboard_command(trainer: pl.Trainer) -> str | None:
-    """Return the command that shows the trainer's run beside others of its logger.
+    """Return the command that shows the trainer's run and the other runs of its logger.
 
     `None` if the trainer logs nothing to TensorBoard.
     """

@@ -104,7 +104,7 @@ class WandbWriter(TextWriter):
     def __init__(self, log: Log, package: str = "wandb", run: Any = None) -> None:
         super().__init__(log)
         self._package = package
-        self._run = run  # if it has a summary beside its history
+        self._run = run  # if it has a summary as well as a history
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:

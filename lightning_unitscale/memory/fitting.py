@@ -1,4 +1,4 @@
-"""Find batch, rematerialization budget and shards with which a training step fits into a memory.
+"""Find the batch size, budget and shards with which a training step fits into memory.
 
 A step is traced at two batch sizes. Between and beyond them each tensor's bytes lie on a line. With
 several shards, FSDP2 by ``fully_shard`` on each block is assumed: parameters, gradients and the

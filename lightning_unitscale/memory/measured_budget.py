@@ -41,7 +41,7 @@ _NUM_PLANS = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """Plan of a graph, in bytes relative to the plan with which the step is measured."""
+    """Plan of a graph, in bytes relative to the plan that was measured."""
 
     plan: RematPlan
     held_bytes: int  # from the forward pass of the graph to its backward pass

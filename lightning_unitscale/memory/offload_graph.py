@@ -1,4 +1,4 @@
-"""Copy tensors between a device and the host beside computing, as a plan's graphs do.
+"""Copy tensors between a device and the host while a plan's graphs compute.
 
 A copy is a value of the graph that runs it. It holds the tensor that it reads until computing has
 waited for it, so the allocator cannot reuse that memory before. ``record_stream`` would do

@@ -65,7 +65,7 @@ class StepCall:
     # Every run, on every rank, draws the same random numbers.
     seed: int
     device: torch.device
-    # The arguments with which the step calls the pipeline.
+    # The arguments that the step passes to the pipeline.
     arguments: Arguments = ((), {})
 
     @contextlib.contextmanager

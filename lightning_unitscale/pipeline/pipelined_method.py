@@ -1,4 +1,4 @@
-"""Run a module's method as a pipeline. Every rank captures its graph and cuts it alike.
+"""Run a module's method as a pipeline. Every rank captures and cuts the same graph.
 
 :class:`PipelinedStep` runs ``training_step`` with its loss. :class:`PipelinedEvaluation` runs a
 step without gradients.

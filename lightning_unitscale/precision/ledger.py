@@ -293,7 +293,7 @@ class TangentPass:
 
     formats: Mapping[str, SimulatedMatmuls]
     moved: Sequence[dict[tuple[str, int], Tensor]]  # operands at other parameters
-    step: float  # by which the parameters were moved
+    step: float  # how far the parameters were moved
     measures_added: bool = False
     products: Numbers = field(default_factory=dict)  # <d, J r> by direction, format and key
     added: Numbers = field(default_factory=dict)  # energies of errors, by format and key

@@ -79,7 +79,7 @@ def find_structure(flow: Flow) -> Structure:
 def _with_averages(
     uses: Mapping[str, tuple[Use, ...]], averages: Averages
 ) -> dict[str, tuple[Use, ...]]:
-    """Ignore averages of parameters that are all set to unit scale alike."""
+    """Ignore averages of parameters that are all set to unit scale."""
     # A parameter that nothing else reads, such as an average for validation alone, takes the use of
     # the parameter that it averages.
 

@@ -121,7 +121,7 @@ class HostRows:
 
 
 class _Samples:
-    """Samples of tensors in one buffer, one after another: of small or of larger tensors."""
+    """Samples of tensors, contiguous in one buffer: of small or of larger tensors."""
 
     def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")

@@ -57,7 +57,7 @@ def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
 
 
 def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """Return the columns that ranks add up, and those of which they take the maximum."""
+    """Return the columns that ranks add up, and those whose maximum they take."""
     there = ~rows[:, :1].isnan()
     filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
     largest, smallest = filled[:, layout.index("abs_max")], filled[:, layout.index("abs_min")]

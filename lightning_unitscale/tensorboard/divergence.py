@@ -46,7 +46,7 @@ _NEARLY_ALL: Final = 0.9
 _RECENT: Final = 8
 # Parameters below this RMS are zero, as one that was perturbed by 1e-6 is.
 _LOG2_ZERO: Final = -14.0
-# A sum of n terms of which each is rounded has an error of sqrt(n) roundings.
+# A sum of n rounded terms has an error of sqrt(n) roundings.
 _CANCELED: Final = 4.0
 _LEAST_SPACING: Final = 1e-6
 # From this share of its chance on, the input of a tensor that is off counts as off too.
