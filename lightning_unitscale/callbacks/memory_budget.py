@@ -72,8 +72,8 @@ class RematCallback(StepsCallback):
             stored. Not available under FSDP2.
         offload: ``"host"`` also moves values that are kept to pinned host memory, where that costs
             less time than recomputing them. Copies run while the device computes. The budget is
-            for the device's memory. On a CPU the values are copied outside torch's allocator, which saves
-            nothing and is for tests. Not available with ``compile`` or under FSDP2.
+            for the device's memory. On a CPU the values are copied outside torch's allocator. This
+            saves nothing and is for tests. Not available with ``compile`` or under FSDP2.
 
     Raises:
         ValueError: If the budget is malformed, or if ``offload`` is unknown or cannot be used with
