@@ -181,7 +181,7 @@ class BlockFormat:
 
     @property
     def smallest_block(self) -> float:
-        """Return the smallest largest magnitude of a block whose scale does not underflow.
+        """Return the smallest maximum of a block whose scale does not underflow.
 
         As for ``largest_block``, in units of the tensor's scale. Scales in E4M3 stay normal.
         """

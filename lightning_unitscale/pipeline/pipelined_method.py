@@ -54,7 +54,7 @@ _MAX_ALIKE = 4
 
 
 class NotPipelinedError(RuntimeError):
-    """An error: a method cannot run as a pipeline. None of it has run."""
+    """Raised before a method runs, if it cannot run as a pipeline."""
 
 
 @dataclass

@@ -147,7 +147,7 @@ def _signs(count: int, device: torch.device) -> Tensor:
 
 
 def sketch(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a few numbers, linear in the tensors, whose distances are theirs on average."""
+    """Return a few linear functions of the tensors. On average they keep the distances."""
     sketches = []
     for tensor in tensors:
         flat = tensor.detach().float().reshape(-1)

@@ -182,7 +182,7 @@ class PrecisionReport:
         }
 
     def table(self, limit: int | None = None) -> str:
-        """Return a table, a kind of damage after the other, with the most damage first."""
+        """Return a table for each kind of damage, with the most damage first."""
         parts = []
         for is_forward, title in _KINDS:
             cells = [self._cells(row) for row in self._by_damage(is_forward)[:limit]]

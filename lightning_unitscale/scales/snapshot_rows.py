@@ -157,7 +157,7 @@ def summarize(
 def exponent_histogram(
     snapshot: ScaleSnapshot, direction: Direction
 ) -> tuple[FloatArray, FloatArray] | None:
-    """Count the elements of tensors that matmuls read, by log2 of their magnitude."""
+    """Count the elements of the tensors that matmuls read, by log2 of the magnitude."""
     counts = snapshot.exponent_counts(direction)
     if counts is None:
         return None

@@ -141,7 +141,7 @@ def find_divergence(a: RunScales, b: RunScales) -> Divergence:
 
 
 def _floors(pair: RunPair, history: PairHistory, direction: Direction) -> Doubles:
-    """Return log2 of the magnitudes that are as good as zero, ``(T, P)``."""
+    """Return log2 of the magnitudes that count as zero, ``(T, P)``."""
     shape = history.shape_distance.shape
     if direction == "forward":
         states = np.array([each.is_state for each in pair.pairs])
@@ -236,7 +236,7 @@ class _Difference:
 def _with_floor(
     pair: RunPair, history: PairHistory, direction: Direction, floors: Doubles
 ) -> Doubles:
-    """Return log2 of the root of the squared RMS and of the square of what is as good as zero."""
+    """Return log2 of the root of two squares: the RMS, and the magnitude that counts as zero."""
     rms = history.log2_rms
     around = pair.inputs if direction == "forward" else pair.readers
     floors = floors.copy()
