@@ -139,8 +139,7 @@ class RulePlan(Mapping[str, Decision]):
         if any(one.factors != found[0].factors for one in found):
             raise CaptureError.by_rules(
                 step,
-                f"a graph break splits it elsewhere, and {base} may be any of {len(found)} of its "
-                "operations",
+                f"a graph break has moved, and {base} may be any of {len(found)} operations",
                 "Each has its own factors",
                 "Keep what breaks the graph out of the step",
             )
