@@ -67,7 +67,7 @@ class StepCall:
     # Every run, on every rank, draws the same random numbers.
     seed: int
     device: torch.device
-    # The arguments with which the step calls the pipeline.
+    # The arguments that the step passes to the pipeline.
     arguments: Arguments = ((), {})
 
     @contextlib.contextmanager
@@ -320,8 +320,8 @@ class PipelinedForward:
         if not _equal(before, given):
             raise RuntimeError(
                 f"{self._name} calls {self.called} with other arguments the second time. With "
-                "capture='forward' the step runs twice, with the same random numbers of torch. Use "
-                "those, and count calls in on_train_batch_end."
+                "capture='forward' the step runs twice, with the same torch random numbers. Draw "
+                "random numbers from torch only, and count calls in on_train_batch_end."
             )
         assert self._method is not None
         step = self._method.steps.steps[self._method.name]

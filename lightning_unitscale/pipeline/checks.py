@@ -135,9 +135,9 @@ def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
     ]
     if others := differing_ranks(hashlib.sha256(repr(stages).encode()).hexdigest(), group):
         raise RuntimeError(
-            f"rank(s) {others} of the pipeline have different stages from the first. All ranks "
-            "need the same code, versions and Python state. Keep code that depends on the rank "
-            "out of the step, or mark the cuts with pipe_split() or split={path: "
+            f"the stages of rank(s) {others} differ from those of the pipeline's first rank. All "
+            "ranks need the same code, versions and Python state. Keep code that depends on the "
+            "rank out of the step, or mark the cuts with pipe_split() or split={path: "
             "SplitPoint.BEGINNING}."
         )
 

@@ -1,4 +1,4 @@
-"""Run a module's method as a pipeline. Every rank captures its graph and cuts it alike.
+"""Run a module's method as a pipeline. Every rank captures and cuts the same graph.
 
 :class:`PipelinedStep` runs ``training_step`` with its loss. :class:`PipelinedEvaluation` runs a
 step without gradients.
@@ -37,19 +37,9 @@ from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
 from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.memory.remat_module import StepPartitioner
 from lightning_unitscale.patching import nothing
+from lightning_unitscale.pipeline import captured_program
 from lightning_unitscale.pipeline.batch_rules import Fact
 from lightning_unitscale.pipeline.batchwise import compare_graphs
-from lightning_unitscale.pipeline.captured_program import (
-    LOGS,
-    Arguments,
-    CalledSteps,
-    StepProgram,
-    call_first,
-    example_outputs,
-    loss_position,
-    program_of_step,
-    static_shapes,
-)
 from lightning_unitscale.pipeline.checks import check_same_cuts
 from lightning_unitscale.pipeline.cuts import cut_by, num_marks
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
@@ -66,7 +56,7 @@ _MAX_ALIKE = 4
 
 
 class NotPipelinedError(RuntimeError):
-    """An error: a method cannot run as a pipeline. None of it has run."""
+    """Raised before a method runs, if it cannot run as a pipeline."""
 
     def __init__(self, reason: str, advice: str = "") -> None:
         super().__init__(f"{reason} {advice}".rstrip())
@@ -83,7 +73,7 @@ class PipelinedGraph:
     whole: GraphVariants
     # Values of the whole batch for the stages, with several microbatches.
     batch: WholeBatch | None
-    step: StepProgram
+    step: captured_program.StepProgram
     runner: PipelineRunner
     # The stages with the probes of all passes, after an observed step.
     observed: ObservedStages | None = None
@@ -96,7 +86,7 @@ class PipelinedGraph:
 
     def shared_results(self, outputs: Sequence[Any] | None, count: int) -> list[Any]:
         """Return the joined results of ``count`` microbatches on all ranks, which all log."""
-        values = self.joined(outputs or [example_outputs(self.graph.base)] * count)
+        values = self.joined(outputs or [captured_program.example_outputs(self.graph.base)] * count)
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
                 values[index] = value.contiguous()
@@ -141,7 +131,7 @@ class PipelinedMethod:
         # The captured method, with the callbacks' passes over its graphs unless ``plain``.
         steps = None if plain else steps_of(module)
         if steps is None or name not in steps.steps:
-            steps = CalledSteps(module, (name,), defer=defer, like=steps)
+            steps = captured_program.CalledSteps(module, (name,), defer=defer, like=steps)
         self.steps = steps
 
     def sets_up(self, call: Callable[[], object]) -> bool:
@@ -156,7 +146,7 @@ class PipelinedMethod:
         return True
 
     def graph_calls(
-        self, parts: Sequence[Arguments], whole: Arguments
+        self, parts: Sequence[captured_program.Arguments], whole: captured_program.Arguments
     ) -> tuple[list[GraphCall], GraphCall]:
         """Return the calls of the method's one graph, for the microbatches and for the batch."""
         # No part of the method has run yet.
@@ -165,7 +155,7 @@ class PipelinedMethod:
             for args, kwargs in parts:
                 calls.append(step.graph_call(*args, **kwargs))
                 if calls[-1].graph is not calls[0].graph:
-                    raise NotOneGraphError("it is another one for the next microbatch")
+                    raise NotOneGraphError("the next microbatch has a different graph")
             args, kwargs = whole
             return calls, calls[0] if len(calls) == 1 else step.graph_call(*args, **kwargs)
         except NotOneGraphError as error:
@@ -194,8 +184,8 @@ class PipelinedMethod:
                 batch = WholeBatch(compare_graphs(call, whole, len(calls)))
                 if is_exact and (reason := batch.why_not(call, position)):
                     raise NotPipelinedError(
-                        f"{type(self.module).__name__}.{self.name} does not give the loss of the "
-                        f"batch by microbatches: {reason}.",
+                        f"{type(self.module).__name__}.{self.name}: the loss of the batch cannot "
+                        f"be computed from microbatches: {reason}.",
                         "The loss has to consist of sums and means over samples or tokens. "
                         "Otherwise compute it in training_step, from the result of one module "
                         "(capture='forward').",
@@ -210,7 +200,9 @@ class PipelinedMethod:
     def _cut(
         self, call: GraphCall, whole: GraphCall, loss: int | None, batch: WholeBatch | None
     ) -> PipelinedGraph:
-        step = program_of_step(call, self.module, loss, batch.rewrite if batch else nothing)
+        step = captured_program.program_of_step(
+            call, self.module, loss, batch.rewrite if batch else nothing
+        )
         strategy, ownership = self.strategy, self.strategy.ownership
         replicas, group = strategy.grid.replicas, strategy.grid.pipeline
         is_first = not ownership.is_settled
@@ -262,7 +254,7 @@ class PipelinedStep(PipelinedMethod):
     def __init__(
         self, strategy: GridStrategy, cut_context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        super().__init__(_NAME, strategy, defer=LOGS)
+        super().__init__(_NAME, strategy, defer=captured_program.LOGS)
         self._cut_context = cut_context
         self.steps.attach(type(self).__name__)
 
@@ -279,7 +271,7 @@ class PipelinedStep(PipelinedMethod):
             return False
         part = split_evenly(batch, self.strategy.num_microbatches)[0]
         run = partial(self.steps.steps[_NAME].__wrapped__, part, *args, **kwargs)
-        return self.sets_up(partial(call_first, self.module, run))
+        return self.sets_up(partial(captured_program.call_first, self.module, run))
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's result for it."""
@@ -287,13 +279,13 @@ class PipelinedStep(PipelinedMethod):
         parts = split_evenly(batch, self.strategy.num_microbatches)
         # Here and in the parts of a batch, a tensor that occurs twice becomes two inputs.
         (batch,) = split_evenly(batch, 1)
-        with static_shapes():
+        with captured_program.static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )
 
             def loss() -> int:
-                position = loss_position(step, calls[0], (parts[0], *args), kwargs)
+                position = captured_program.loss_position(step, calls[0], (parts[0], *args), kwargs)
                 if position is None:
                     raise RuntimeError(
                         f"{type(self.module).__name__}.{_NAME} returns no result of its captured "
@@ -327,7 +319,7 @@ class PipelinedEvaluation(PipelinedMethod):
 
     def __init__(self, name: str, strategy: GridStrategy, num_microbatches: int) -> None:
         # Plain: a step that callbacks rewrite into another function does not run as a pipeline.
-        super().__init__(name, strategy, defer=LOGS, plain=True)
+        super().__init__(name, strategy, defer=captured_program.LOGS, plain=True)
         self._num_microbatches = num_microbatches
         # By the shapes of the inputs.
         self._graphs_for: dict[tuple[torch.Size, ...], dict[int, GraphVariants]] = {}
@@ -338,7 +330,7 @@ class PipelinedEvaluation(PipelinedMethod):
         parts = [batch] if count == 1 else split_evenly(batch, count)
         if count > 1:
             (batch,) = split_evenly(batch, 1)
-        with static_shapes():
+        with captured_program.static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )
@@ -349,7 +341,7 @@ class PipelinedEvaluation(PipelinedMethod):
                 raise NotPipelinedError(
                     f"{type(self.module).__name__}.{self.name} was captured as {len(graphs)} "
                     "graphs for batches of one size. A pipeline needs one. Keep counters of calls "
-                    "out of it"
+                    "out of it."
                 )
             try:
                 graph = self.pipelined(calls, whole, is_exact=False)
