@@ -44,19 +44,30 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
         yield
 
 
-def set_up_by(call: Callable[[], object], module: nn.Module) -> bool:
+def set_up_by(call: Callable[[], object], module: nn.Module, *, keeps_root: bool = True) -> bool:
     """Make the first call of a module without gradients, and return whether it set anything up.
 
-    Random numbers and buffers are as before. A library's setup stays, which no graph may be able to
-    contain: transformers installs hooks in a module's first call, under a lock.
+    Random numbers and buffers are as before, and without ``keeps_root`` the module's own attributes
+    as well. A library's setup stays, which no graph may be able to contain: transformers installs
+    hooks in a module's first call, under a lock.
     """
     before = _setup_of(module)
     with contextlib.ExitStack() as undo:
         for restore in chain(_random_restorers(module), *map(restorers_of, module.buffers())):
             undo.callback(restore)
+        for restore in () if keeps_root else _root_restorers(module):
+            undo.callback(restore)
         with torch.no_grad():
             call()
     return _setup_of(module) != before
+
+
+def _root_restorers(module: nn.Module) -> Iterator[Callable[[], object]]:
+    own = _own_attributes(module)
+    yield functools.partial(_restore_module, module, type(module), own, ())
+    for path, value in held_values(module):
+        if path.partition(".")[0] in own:
+            yield from restorers_of(value)
 
 
 def _setup_of(module: nn.Module) -> list[Any]:

@@ -368,17 +368,11 @@ def first_called(
     return None
 
 
-def call_first(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Call the submodule that a step calls first, of those with most parameters, and nothing after.
-
-    The step logs nothing.
-    """
-    paths = [path for path in with_most_parameters(module) if path]
-    with shadowed(module, **{name: nothing for name in LOGS if hasattr(module, name)}):
-        found = first_called(module, paths, run)
-    if found is not None:
-        path, (args, kwargs) = found
-        module.get_submodule(path)(*args, **kwargs)
+def run_first(module: nn.Module, run: Callable[[], Any]) -> None:
+    """Run a step of a module for what it sets up. It logs nothing, and may fail."""
+    logs = {name: nothing for name in LOGS if hasattr(module, name)}
+    with shadowed(module, **logs), contextlib.suppress(Exception):
+        run()
 
 
 def forward_of(path: str) -> str:

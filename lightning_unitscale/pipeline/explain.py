@@ -234,7 +234,8 @@ def explain_step(
             try:
                 call = step.graph_call(part, *args, **kwargs)
             except NotOneGraphError:
-                if not set_up_by(lambda: captured_program.call_first(module, run), module):
+                first = partial(captured_program.run_first, module, run)
+                if not set_up_by(first, module, keeps_root=False):
                     raise
                 steps.reset()
                 call = step.graph_call(part, *args, **kwargs)

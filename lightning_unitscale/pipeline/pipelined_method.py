@@ -46,6 +46,7 @@ from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
 from lightning_unitscale.pipeline.pipe import build_pipe
 from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.pipeline.rank_metrics import SharedMetrics
 from lightning_unitscale.pipeline.stage_owners import SharedGradients
 from lightning_unitscale.pipeline.stage_variants import ObservedStages, remat_stages
 from lightning_unitscale.pipeline.whole_batch import WholeBatch, joined
@@ -135,13 +136,14 @@ class PipelinedMethod:
         self.steps = steps
 
     def sets_up(self, call: Callable[[], object]) -> bool:
-        """Make the first call of a module uncaptured, and return whether it set anything up."""
+        """Run code of the module uncaptured, once, and return whether that set anything up."""
         if self._is_set_up:
             return False
         self._is_set_up = True
         # The session around neither scales nor counts its matmuls.
-        if not set_up_by(lambda: run_inside(call), self.module):
-            return False
+        with SharedMetrics(self.module).unchanged():
+            if not set_up_by(partial(run_inside, call), self.module, keeps_root=False):
+                return False
         self.steps.reset()
         return True
 
@@ -263,15 +265,15 @@ class PipelinedStep(PipelinedMethod):
         self.steps.detach(type(self).__name__)
 
     def set_up(self, batch: Any, *args: Any, **kwargs: Any) -> bool:
-        """Make the first call of the module that the step calls, for a step that is not one graph.
+        """Run a step that is not one graph, and return whether that set anything up.
 
-        Return whether that set anything up, so that the step may be one graph now.
+        If so, the step may be one graph now.
         """
         if self.strategy.ownership.is_settled:
             return False
         part = split_evenly(batch, self.strategy.num_microbatches)[0]
         run = partial(self.steps.steps[_NAME].__wrapped__, part, *args, **kwargs)
-        return self.sets_up(partial(captured_program.call_first, self.module, run))
+        return self.sets_up(partial(captured_program.run_first, self.module, run))
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's result for it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -244,13 +246,22 @@ class Installs(nn.Sequential):
         return super().forward(x)  # type: ignore[no-any-return]
 
 
+def noting_step(self: Any, batch: list[Tensor], batch_idx: int) -> Tensor:
+    self.steps.append(batch_idx)
+    loss = Stepping.training_step(self, batch, batch_idx)["loss"]
+    return loss + 0 * self.other(batch[0]).sum()
+
+
 def test_a_plan_of_a_step_whose_module_sets_itself_up() -> None:
     module = Stepping()
     module.net = Installs(*module.net)
+    module.other = Installs(nn.Linear(64, 1))
+    module.steps = []
+    module.training_step = MethodType(noting_step, module)
     state = torch.get_rng_state()
     plan = explain_step(module, [torch.ones(64, 64)] * 2, 2, batch_idx=0)
     assert plan.only == ""
-    assert module.logged == []
+    assert module.logged == module.steps == []
     assert torch.equal(torch.get_rng_state(), state)
 
 
