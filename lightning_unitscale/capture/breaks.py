@@ -247,12 +247,20 @@ def _takes_part(kind: type) -> bool:
 
 
 def _can_follow(tensor: Tensor) -> bool:
+    before = _attributes(type(tensor))
     try:
         with torch.no_grad():
             torch.compile(_some_operations, backend="eager", fullgraph=True)(tensor)
     except Exception:
         return False
-    return True
+    # Dynamo (2.14) calls ``__torch_function__`` more often than a step does, also when it writes
+    # into its class.
+    return [*map(id, before)] == [*map(id, _attributes(type(tensor)))]
+
+
+def _attributes(kind: type) -> list[Any]:
+    classes = kind.__mro__[: kind.__mro__.index(Tensor)]
+    return [value for each in classes for value in vars(each).values()]
 
 
 def _some_operations(x: Tensor) -> Tensor:
