@@ -219,17 +219,20 @@ def _layer_by_layer(
     return output.transpose(0, 1) if batch_first else output, finals
 
 
-def keep_workspaces(graph: fx.Graph) -> None:
-    """Let the LSTMs of a graph return the workspaces that its backward pass reads."""
+def keep_workspaces(graph: fx.Graph) -> bool:
+    """Let LSTMs return the workspaces that a backward pass reads, and return if there are any."""
+    found = False
     for node in graph.find_nodes(op="call_function", target=getitem):
         layer, index = node.args
         if index == _WORKSPACE and layer.target is _LSTM:
-            layer.target = _lstm_with_workspace()
+            layer.target = lstm_with_workspace()
+            found = True
+    return found
 
 
 @functools.cache
-def _lstm_with_workspace() -> Any:
-    """Return the operator. It is created on first use, since that is slow."""
+def lstm_with_workspace() -> Any:
+    """Return LSTM's operator that keeps its workspace. Creating it takes milliseconds."""
     schema = str(_LSTM._schema).partition("(")[2]
 
     @torch.library.custom_op(

@@ -21,6 +21,7 @@ from torch._inductor import config as inductor_config
 from lightning_unitscale.capture.aliasing import is_random, memory_roots, written_arguments
 from lightning_unitscale.capture.aot_backend import (
     keep_workspaces,
+    lstm_with_workspace,
     on_plain_tensors,
     partitioned_by,
     plain_kernels,
@@ -112,10 +113,14 @@ def execute_with(
         else:
             of_forward.update(node.name for node in one.graph.nodes)
         join_rows(one)
-        keep_workspaces(one.graph)
+        # Inductor (2.14) checks the sizes of results, and takes the workspace of an LSTM for empty.
+        has_known_sizes = not keep_workspaces(one.graph)
         one.recompile()
-        return compile_fx_inner(one, *args, **options)
+        size_asserts = inductor_config.size_asserts and has_known_sizes
+        with inductor_config.patch(size_asserts=size_asserts):
+            return compile_fx_inner(one, *args, **options)
 
+    lstm_with_workspace()  # which a graph from Inductor's caches may call
     with partitioned_by(partition_fn), backward, recurrent_dropout():
         # These settings also apply when the backward graph is compiled, which is much later.
         # Inductor's own random numbers would differ from those of the uncaptured step.
