@@ -5,7 +5,8 @@ only on the call's arguments and constant buffers. They cost almost nothing, and
 same.
 
 A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names of
-torch (checked on 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
+torch (checked on 2.14, 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast`` and
+``_set_grad_enabled``.
 """
 
 from __future__ import annotations
