@@ -26,10 +26,9 @@ Private names used here were checked on torch 2.14, 2.13 and 2.11: Inductor's
 ``custom_partitioner_fn``, and the switches of the two caches of compiled graphs;
 ``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
 ``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
-``torch._C._AutoDispatchBelowAutograd``;
-``_rnn_helper``, ``upsample_compute_output_size``, ``suggest_memory_format`` and
-``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions;
-``_disabled_torch_dispatch_impl``.
+``torch._C._AutoDispatchBelowAutograd``; ``_rnn_helper``, ``upsample_compute_output_size``,
+``suggest_memory_format`` and ``compute_elementwise_output_logical_to_physical_perm`` of torch's
+decompositions; ``_disabled_torch_dispatch_impl``.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
 from torch._decomp.decompositions import upsample_compute_output_size
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._prims_common import suggest_memory_format as suggest_memory_format
@@ -60,17 +61,12 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
     if partition_fn is None:
         yield
         return
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-
-    cached = partition_fn.uuid() is not None
+    is_cached = partition_fn.uuid() is not None
+    in_fx = is_cached and inductor_config.fx_graph_cache
+    in_autograd = is_cached and functorch_config.enable_autograd_cache
     with (
-        config.patch(
-            custom_partitioner_fn=partition_fn, fx_graph_cache=cached and config.fx_graph_cache
-        ),
-        functorch_config.patch(
-            enable_autograd_cache=cached and functorch_config.enable_autograd_cache
-        ),
+        inductor_config.patch(custom_partitioner_fn=partition_fn, fx_graph_cache=in_fx),
+        functorch_config.patch(enable_autograd_cache=in_autograd),
     ):
         yield
 
@@ -222,13 +218,12 @@ def _layer_by_layer(
 
 def keep_workspaces(graph: fx.Graph) -> bool:
     """Let LSTMs return the workspaces that a backward pass reads, and return if there are any."""
-    found = False
-    for node in graph.find_nodes(op="call_function", target=getitem):
-        layer, index = node.args
-        if index == _WORKSPACE and layer.target is _LSTM:
-            layer.target = lstm_with_workspace()
-            found = True
-    return found
+    results = graph.find_nodes(op="call_function", target=getitem)
+    layers = [node.args[0] for node in results if node.args[1] == _WORKSPACE]
+    lstms = [layer for layer in layers if layer.target is _LSTM]
+    for lstm in lstms:
+        lstm.target = lstm_with_workspace()
+    return bool(lstms)
 
 
 @functools.cache

@@ -92,10 +92,9 @@ def graph_breaks_since(count: int) -> list[Reason]:
     for graph_break in graph_break_reasons[count:]:
         frames = graph_break.user_stack or ()
         line = (frames[-1].filename, frames[-1].lineno) if frames else None
+        text = str(graph_break.reason)
         # Each of the functions around a line breaks there. The outermost comes first.
-        breaks.setdefault(
-            (line, short_reason(str(graph_break.reason))), (str(graph_break.reason), frames)
-        )
+        breaks.setdefault((line, short_reason(text)), (text, frames))
     return [Reason.of(text, frames) for text, frames in breaks.values()]
 
 
@@ -149,9 +148,8 @@ def _raised_in(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _runs_or_traces_graphs(file: str) -> bool:
-    if file.startswith("<eval_with_key>"):
-        return True
-    return file.startswith(_GRAPH_CODE) and not file.endswith(_ENTERS_CODE)
+    is_graph = file.startswith("<eval_with_key>")
+    return is_graph or (file.startswith(_GRAPH_CODE) and not file.endswith(_ENTERS_CODE))
 
 
 def last_recapture(function: CodeType) -> str:
@@ -218,8 +216,7 @@ def without_dynamos_texts() -> Iterator[None]:
 
 def is_watched() -> bool:
     """Check whether a mode such as ``FlopCounterMode`` sees every operation of the calling code."""
-    count: int = torch._C._len_torch_dispatch_stack()
-    return count > 0
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 # The cached result for each class.

@@ -114,10 +114,9 @@ def execute_with(
             of_forward.update(node.name for node in one.graph.nodes)
         join_rows(one)
         # Inductor (2.14) checks the sizes of results, and takes the workspace of an LSTM for empty.
-        has_known_sizes = not keep_workspaces(one.graph)
+        is_checked = not keep_workspaces(one.graph) and inductor_config.size_asserts
         one.recompile()
-        size_asserts = inductor_config.size_asserts and has_known_sizes
-        with inductor_config.patch(size_asserts=size_asserts):
+        with inductor_config.patch(size_asserts=is_checked):
             return compile_fx_inner(one, *args, **options)
 
     lstm_with_workspace()  # which a graph from Inductor's caches may call
