@@ -199,7 +199,7 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
 
 def _leave_uncompiled(function: Kernel) -> None:
     """Stop Dynamo from compiling a function and its callees."""
-    # A layer of torch that is compiled alone, as by ``linear.compile()``, runs uncompiled, and
+    # Until torch 2.13, its layers that are compiled alone (``linear.compile()``) run uncompiled.
     # Dynamo would compile the Python code of our kernels instead.
     while isinstance(function, functools.partial):
         function = function.func
