@@ -235,7 +235,7 @@ def _in_a_row(step: Step) -> Step:
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """A row for each type and number of elements: the monitor's statistics beside aminmax."""
+    """Time the monitor's statistics and aminmax for each type and number of elements."""
     for dtype, numel in itertools.product((torch.bfloat16, torch.float32), bench.sizes["elements"]):
         with bench.alone(f"row of {numel} elements, {dtype}"):
             tensor = torch.randn(numel, device=bench.device, dtype=dtype)

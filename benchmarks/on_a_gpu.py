@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in short steps that each leave what they found at once.
+"""Run the tests and benchmarks that need a GPU, in short steps that write their results at once.
 
 Run: ``make gpu`` (all steps), ``make test-gpu``, ``make bench-gpu``, or::
 
@@ -31,21 +31,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of what a failed test says, its last characters are kept.
+# The number of last characters kept of the output of a failed test.
 KEPT = 4000
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command and what it shows.
+    """A command and what it tests or measures.
 
     Args:
-        name: For the command line and the results.
-        shows: One line for the list.
+        name: Its name on the command line and in the results.
+        shows: Its line in ``--list``.
         command: Arguments of Python, in which ``{device}`` and ``{output}`` are filled in.
         rehearsal: Further arguments where there is no GPU; ``None`` if the step needs one.
         workers: Processes that share the tests; ``None`` for a benchmark.
-        keeps: The lines of its output that the results have, as a regular expression.
+        keeps: A regular expression. Output lines that match it are kept in the results.
     """
 
     name: str
@@ -60,41 +60,41 @@ _GPU_TESTS = "--device {device} tests/gpu -m gpu -k"
 STEPS = (
     Step(
         "conformance",
-        "bits of the conformance matrix, with its tensors on the device",
+        "the conformance matrix on the device: results are equal bit for bit",
         f"{_GPU_TESTS} test_odd_modules",
         workers=8,
     ),
     Step(
         "bits",
-        "bits of a GPT, TF32, CUDA graphs, formats, memory, and that no step waits for the device",
+        "a GPT bit for bit, TF32, CUDA graphs, formats, memory; no step waits for the GPU",
         f'{_GPU_TESTS} "not test_odd_modules and not test_a_rehearsal"',
         workers=8,
     ),
     Step(
         "suite",
-        "a case of every quick test on the CPU, by this Python and this torch",
+        "one case of every quick test on the CPU, with this Python and this torch",
         'tests --cases 1 -m "not slow and not distributed and not browser and not gpu"',
         workers=12,
     ),
     Step(
         "eager",
-        "what unit scaling and the monitor take of a step in eager mode",
+        "the time that unit scaling and the monitor add to a step in eager mode",
         "benchmarks/gpu.py --only eager --output {output}",
         "--rehearse",
     ),
     Step(
         "rows",
-        "the monitor's statistics of a tensor: bytes in a second, and beside aminmax",
+        "the monitor's statistics of a tensor: bytes per second, compared with aminmax",
         "benchmarks/gpu.py --only rows --output {output}",
         "--rehearse",
     ),
     Step(
         "compiled",
-        "what unit scaling takes under Inductor and in CUDA graphs",
+        "the time that unit scaling adds under Inductor and in CUDA graphs",
         "benchmarks/gpu.py --only compiled --output {output}",
         "--rehearse",
     ),
-    Step("fp8", "FP8 beside BF16", "benchmarks/gpu.py --only fp8 --output {output}", None),
+    Step("fp8", "FP8 compared with BF16", "benchmarks/gpu.py --only fp8 --output {output}", None),
     Step(
         "budgets",
         "predicted and measured peaks of memory budgets",
@@ -103,7 +103,7 @@ STEPS = (
     ),
     Step(
         "demo",
-        "the demo, and how many of its operands are near RMS 1",
+        "the demo, and the number of its operands near RMS 1",
         "-m lightning_unitscale fit --config configs/gpt_unit_scaled.yaml"
         " --trainer.accelerator {device} --trainer.logger.init_args.save_dir {logs}",
         "--trainer.max_steps 3 --trainer.limit_val_batches 1",
@@ -111,7 +111,7 @@ STEPS = (
     ),
     Step(
         "training",
-        "the demo with the callbacks and without: losses and weights, bit for bit",
+        "the demo with and without the callbacks: losses and weights are equal bit for bit",
         "benchmarks/same_training.py --device {device} --output {output}",
         "--steps 2",
     ),
@@ -254,14 +254,14 @@ _MACHINE = "import json; from benchmarks.measure import machine; print(json.dump
 def main() -> int:
     """Run the steps that were asked for; 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("steps", nargs="*", help="by name, or 'tests' or 'benchmarks'")
-    parser.add_argument("--list", action="store_true", help="say what each step shows")
+    parser.add_argument("steps", nargs="*", help="names, 'tests', or 'benchmarks'; default: all")
+    parser.add_argument("--list", action="store_true", help="list the steps with their contents")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: rehearse")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install for the steps")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of a step")
-    parser.add_argument("--minutes", type=float, default=60, help="of all steps")
-    parser.add_argument("--pytest-args", default="", help="further arguments of the tests")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels to install first")
+    parser.add_argument("--limit", type=float, default=240, help="seconds allowed for each step")
+    parser.add_argument("--minutes", type=float, default=60, help="minutes allowed for all steps")
+    parser.add_argument("--pytest-args", default="", help="more arguments for pytest")
     args = parser.parse_args()
     kinds = {step.name: "benchmarks" if step.workers is None else "tests" for step in STEPS}
     if unknown := {*args.steps} - {*kinds, *kinds.values()}:

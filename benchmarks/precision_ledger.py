@@ -46,9 +46,8 @@ from lightning_unitscale.callbacks.matmul_units import RecalibrationSchedule
 from lightning_unitscale.matmuls.computations import Exemption
 from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.precision.ledger import Key
-from lightning_unitscale.precision.measured_step import Effort
+from lightning_unitscale.precision.measured_step import Effort, num_places
 from lightning_unitscale.precision.meter import Meter, metering
-from lightning_unitscale.precision.predicted_damage import num_places
 from lightning_unitscale.precision.report import PrecisionReport
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 

@@ -233,9 +233,9 @@ def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFor
 def _in_fp32(resolved: NumberFormat, given: str | None = None) -> NumberFormat:
     if resolved.mantissa_bits > MANTISSA_BITS or resolved.max > FP32.max:
         raise ValueError(
-            f"{given or f'format={resolved}'}: FP32, in which values are rounded, does not have "
-            f"all its numbers. Expected at most {MANTISSA_BITS} mantissa bits and a maximum of at "
-            f"most {FP32.max:.3g}. Choose a smaller format."
+            f"{given or f'format={resolved}'}: values are rounded in FP32, which cannot "
+            f"represent all its numbers. Expected at most {MANTISSA_BITS} mantissa bits and a "
+            f"maximum of at most {FP32.max:.3g}. Choose a smaller format."
         )
     return resolved
 

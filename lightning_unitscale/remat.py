@@ -3,16 +3,16 @@
 from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.offload import HostLink
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
-from lightning_unitscale.memory.plan_report import (
+from lightning_unitscale.memory.planner import Planner
+from lightning_unitscale.memory.remat_module import pareto_front, plan_remat, remat
+from lightning_unitscale.memory.remat_plan import (
+    RematPlan,
     RematReport,
     draw_graph,
     draw_joint_graph,
     plot_front,
     plot_timeline,
 )
-from lightning_unitscale.memory.planner import Planner
-from lightning_unitscale.memory.remat_module import pareto_front, plan_remat, remat
-from lightning_unitscale.memory.remat_plan import RematPlan
 
 __all__ = [
     "Budget",

@@ -28,7 +28,7 @@ from torch.overrides import _len_torch_function_stack
 
 from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE
 
 # Modules of Dynamo, torch's modes and autograd that are patched.
 _PATCHED = (

@@ -1250,7 +1250,7 @@ MUTATIONS = (
     ),
     Mutation(
         "both threads of a step share one workspace of cuBLAS",
-        "memory/library_workspaces.py",
+        "memory/reserved.py",
         'thread: Thread = "backward" if in_backward else "main"',
         'thread: Thread = "main"',
         "memory/test_library_workspaces.py",

@@ -81,7 +81,7 @@ def test_a_model_without_a_readout_has_no_default_exclusions(tmp_path, capsys):
 
 
 def test_rules_are_refused(tmp_path):
-    with pytest.raises(SystemExit, match=r"method=Rules\(.*rules make another model.*'lossless'"):
+    with pytest.raises(SystemExit, match=r"method=Rules\(.*rules capture.*'lossless'"):
         run_on("u-mup", tmp_path)
 
 

@@ -53,7 +53,6 @@ MAY_NOT_IMPORT_TORCH = (
     "scales/__init__.py",
     "scales/alerts.py",
     "scales/layout.py",
-    "scales/tensor_statistics.py",
     "tensorboard/__init__.py",
     "tensorboard/divergence.py",
     "tensorboard/history.py",

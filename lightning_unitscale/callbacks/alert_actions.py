@@ -9,23 +9,16 @@ from typing import Final, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from lightning_unitscale.arguments import shown
+from lightning_unitscale.arguments import check_count, shown
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.loops.ranks import is_distributed
+from lightning_unitscale.scales import violations
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.transfer import HostCopy
 from lightning_unitscale.scales.trends import AmaxTrends
-from lightning_unitscale.scales.violations import (
-    Limits,
-    default_thresholds,
-    first_nonfinite,
-    format_violations,
-    infinite_names,
-    parse_thresholds,
-)
 
 
 class LossWatch:
@@ -101,22 +94,18 @@ class ScaleAlerts:
     def __init__(
         self,
         on_violation: OnViolation | None,
-        thresholds: Mapping[str | NumberFormat, Limits] | None,
+        thresholds: Mapping[str | NumberFormat, violations.Limits] | None,
         trend_steps: int | None,
         formats: tuple[NumberFormat, ...],
     ) -> None:
         _check_reaction(on_violation)
-        is_number = isinstance(trend_steps, int) and not isinstance(trend_steps, bool)
-        if trend_steps is not None and (not is_number or trend_steps < 1):
-            raise ValueError(
-                f"trend_steps={shown(trend_steps)}: not a number of steps. Expected an integer of "
-                "at least 1, or None to check no trends. Pass trend_steps=500."
-            )
+        if trend_steps is not None:
+            check_count("trend_steps", trend_steps)
         self._on_violation = on_violation
         if thresholds is None:
-            self._thresholds = default_thresholds(formats)
+            self._thresholds = violations.default_thresholds(formats)
         else:
-            self._thresholds = parse_thresholds(thresholds)
+            self._thresholds = violations.parse_thresholds(thresholds)
         limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
         # The formats to count
         self.formats = tuple(dict.fromkeys((*formats, *limited)))
@@ -141,7 +130,7 @@ class ScaleAlerts:
         self.of_fit: list[ScaleAlert] = []
 
     def see_loss(self, step: int, loss: Tensor) -> None:
-        """Check the loss of an unsampled step, where that costs nothing."""
+        """Check the loss of an unsampled step, if that costs nothing."""
         # With several ranks only sampled steps are checked, because sampling needs all ranks.
         if self._on_violation is None or is_distributed():
             return
@@ -153,20 +142,16 @@ class ScaleAlerts:
             self.bad_losses = [ScaleAlert("loss", bad, "loss", "", "forward", text)]
 
     def judge(
-        self,
-        snapshot: ScaleSnapshot,
-        *,
-        has_loss_scaler: bool,
-        num_merged: int = 1,
+        self, snapshot: ScaleSnapshot, *, has_loss_scaler: bool, num_merged: int = 1
     ) -> tuple[ScaleAlert, ...]:
         """Return the new alerts of a snapshot, the same on all ranks."""
-        nonfinite = first_nonfinite(
+        nonfinite = violations.first_nonfinite(
             snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
         )
         if nonfinite is None:
-            self._known_infinite.update(infinite_names(snapshot))
+            self._known_infinite.update(violations.infinite_names(snapshot))
         alerts = [] if nonfinite is None else [nonfinite]
-        fits = format_violations(snapshot, self._thresholds, num_merged)
+        fits = violations.format_violations(snapshot, self._thresholds, num_merged)
         if self._trends is not None:
             fits += self._trends.add(snapshot, num_merged)
         alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
@@ -179,7 +164,7 @@ class ScaleAlerts:
         return tuple(new)
 
     def finish(self) -> tuple[ScaleAlert, ...]:
-        """Return the alerts that no sampled step followed, at the end of a fit."""
+        """Return the alerts for losses after the last sampled step, at the end of a fit."""
         new, self.bad_losses = tuple(self.bad_losses), []
         self._keep(new)
         return new
@@ -218,7 +203,7 @@ def _check_reaction(on_violation: object) -> None:
         raise ValueError(
             f"on_violation={shown(on_violation)}: unknown. Expected one of "
             f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to only "
-            "record alerts. Correct it."
+            "record alerts. Pass on_violation='warn'."
         )
     try:
         inspect.signature(on_violation).bind(())

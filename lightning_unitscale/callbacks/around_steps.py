@@ -1,4 +1,4 @@
-"""Keep the work around a module out of its captured steps, or run a step uncaptured for it."""
+"""Exclude code outside the model, such as loggers, from captured steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def keep_plain_where_recorded(steps: ModuleSteps, module: pl.LightningModule) ->
 
 @contextmanager
 def around_backward_passes(steps: ModuleSteps, module: pl.LightningModule) -> Iterator[None]:
-    """Keep what backward passes need of tensors, and let the first one fail, in this context."""
+    """Keep the tensors that backward passes need, and let the first pass fail, in this context."""
     step, run, between = steps.steps.get(_STEP), module.backward, ExitStack()
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ def around_backward_passes(steps: ModuleSteps, module: pl.LightningModule) -> It
 
 @contextmanager
 def untraced_trainers() -> Iterator[None]:
-    """Run Trainers within captured steps as they are, in this context."""
+    """Leave Trainers that run within captured steps uncaptured, in this context."""
     # Dynamo would trace a whole training, its optimizer included.
     names = ("__init__", "fit", "validate", "test", "predict")
     with ExitStack() as stack:

@@ -27,7 +27,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_warn,
 )
 from lightning_unitscale.patching import Replacement, shadowed
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -90,10 +90,7 @@ def checking_checkpoints(
 
 
 def _check(
-    trainer: pl.Trainer,
-    checkpoint: dict[str, Any],
-    state: Mapping[str, Any] | None,
-    method: str,
+    trainer: pl.Trainer, checkpoint: dict[str, Any], state: Mapping[str, Any] | None, method: str
 ) -> None:
     """Compare the method of a checkpoint with the callback's, and remove the mark."""
     if state is not None:

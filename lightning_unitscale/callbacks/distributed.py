@@ -20,9 +20,9 @@ from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.loops.ranks import gathered, is_distributed
 from lightning_unitscale.matmuls.measured_operands import combined_rms
 from lightning_unitscale.matmuls.measurement import Measurement
+from lightning_unitscale.scales.layout import FloatArray
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, merged_by_name
-from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,7 +46,7 @@ def joint_late(measured: Measurement, lacking: Iterable[str]) -> tuple[Measureme
 
 
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
-    """Return the reasons of all ranks, by name. The first rank's words take precedence."""
+    """Return the reasons of all ranks, by name. If texts differ, the first rank's is used."""
     return tuple(
         {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
         for of_ranks in zip(*gathered(reasons), strict=True)

@@ -1,4 +1,4 @@
-"""Explain to users which matmuls were scaled, and by which units, as text or HTML."""
+"""Explain to users which matmuls were scaled, and their units, as text or HTML."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CountedSteps:
     def take(
         self, session: MatmulSession, name: str, is_wanted: bool, *, is_training: bool, when: str
     ) -> None:
-        """Take a step's count from its session, and report what it shows for the first time."""
+        """Take a step's count from its session, and report what was not reported before."""
         # A step's first count is logged as one line, with a warning if much was left unscaled. When
         # matmuls leave the format of the step, a warning names them and the line is logged again.
         # An unrequested count is kept if matmuls have left the format, or if some of the last count
@@ -114,7 +114,7 @@ class CountedSteps:
             rank_zero_warn(f"UnitScaleCallback: {name}: {text}")
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
-        """Return a line for each step, and a table of the main one. Empty before the first."""
+        """Return a line for each step and a table of the training step, if a step has run."""
         if not self._coverages:
             return []
         lines = [
@@ -127,7 +127,7 @@ class CountedSteps:
 class UnitEvents:
     """A record of new units and their reasons, as lines for ``explain()``.
 
-    The loop's loggers get those that change the format of a matmul.
+    The loop's loggers get the lines about matmuls that change their format.
     """
 
     def __init__(self) -> None:

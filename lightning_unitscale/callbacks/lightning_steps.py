@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_unitscale.arguments import is_same
+from lightning_unitscale.callbacks import packages
 from lightning_unitscale.callbacks.around_steps import (
     around_backward_passes,
     keep_plain_where_recorded,
@@ -25,13 +26,6 @@ from lightning_unitscale.callbacks.around_steps import (
 from lightning_unitscale.callbacks.distributed import pipeline_of
 from lightning_unitscale.callbacks.options import mode_of
 from lightning_unitscale.callbacks.out_of_memory import note_memory
-from lightning_unitscale.callbacks.packages import (
-    Callback,
-    is_overridden,
-    is_param_in_hook_signature,
-    misconfigured,
-    rank_zero_info,
-)
 from lightning_unitscale.capture.absent_ranks import is_wrapper
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.dynamo_capture import is_compiled
@@ -87,7 +81,7 @@ def attach_steps(
         enter(trainer, owner)
     name = type(owner).__name__
     if is_compiled(module):
-        raise misconfigured(
+        raise packages.misconfigured(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
             "steps cannot be captured. Expected a plain module. Leave out torch.compile and pass "
             "UnitScaleCallback(compile=True) instead."
@@ -97,7 +91,7 @@ def attach_steps(
         steps = ModuleSteps(
             module, existing_steps(module), defer=("log", "log_dict"), untraced=untraced_calls
         )
-        steps.say = rank_zero_info
+        steps.say = packages.rank_zero_info
         steps.stays_plain = _why_plain(module)
         steps.attach(name)
         steps.keep(around_backward_passes(steps, module))
@@ -122,11 +116,11 @@ def step_arguments(
     """Return the positional arguments that Lightning passes to a step, or a batch hook."""
     hook = getattr(module, step)
     arguments: list[Any] = [batch]
-    if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
+    if packages.is_param_in_hook_signature(hook, "batch_idx", min_args=2):
         arguments.append(batch_idx)
     if step in {"training_step", "on_train_batch_start"}:
         return tuple(arguments)
-    if is_param_in_hook_signature(hook, "dataloader_idx", min_args=3):
+    if packages.is_param_in_hook_signature(hook, "dataloader_idx", min_args=3):
         arguments.append(dataloader_idx)
     return tuple(arguments)
 
@@ -145,7 +139,7 @@ def starting_batch(
         with shadowed(module, log=nothing, log_dict=nothing):
             getattr(module, name)(*arguments)
 
-    return shadowed(step, before_rehearsal=start if is_overridden(name, module) else None)
+    return shadowed(step, before_rehearsal=start if packages.is_overridden(name, module) else None)
 
 
 def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:
@@ -163,8 +157,8 @@ def existing_steps(module: pl.LightningModule) -> list[str]:
     return [
         name
         for name in LIGHTNING_STEPS
-        if is_overridden(name, module)
-        or (name == "predict_step" and is_overridden("forward", module))
+        if packages.is_overridden(name, module)
+        or (name == "predict_step" and packages.is_overridden("forward", module))
     ]
 
 
@@ -178,7 +172,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Refuse callbacks that conflict."""
     text = why_not_together(callbacks)
     if text is not None:
-        raise misconfigured(text)
+        raise packages.misconfigured(text)
 
 
 def _of_instances(kind: type, hook: FunctionType, *, refuses: bool) -> Callable[..., Any]:
@@ -187,7 +181,7 @@ def _of_instances(kind: type, hook: FunctionType, *, refuses: bool) -> Callable[
         if args and isinstance(args[0], kind):
             return hook(*args, **kwargs)
         if refuses:
-            raise misconfigured(class_given(kind))
+            raise packages.misconfigured(class_given(kind))
         return None
 
     return run
@@ -228,7 +222,7 @@ def given_arguments(init: Callable[..., None], arguments: Mapping[str, Any]) -> 
     }
 
 
-class StepsCallback(Callback, LoopCallback):
+class StepsCallback(packages.Callback, LoopCallback):
     """The base of the callbacks: hooks around batches and at the end of a run."""
 
     compile: bool | CompileMode = False
@@ -298,7 +292,7 @@ class StepsCallback(Callback, LoopCallback):
             )
 
     def captures_steps(self, trainer: pl.Trainer) -> bool:
-        """Check whether it adds passes to captured steps. If so, the others share these graphs.
+        """Check whether the callback adds passes to captured steps, which all callbacks then share.
 
         If no callback does, ``ScaleMonitor`` watches the step as it is written, and
         ``UnitScaleCallback`` works at the dispatcher.

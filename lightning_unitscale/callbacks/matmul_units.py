@@ -29,8 +29,8 @@ from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.units import Units
 
 # The first steps at which "auto" measures: the scales of a new model change the most.
-_EARLY_LOOKS = frozenset({8, 16, 32, 64})
-_LOOK_EVERY = 128
+_EARLY_STEPS = frozenset({8, 16, 32, 64})
+_EVERY = 128
 
 
 class RecalibrationSchedule:
@@ -46,43 +46,43 @@ class RecalibrationSchedule:
             )
         self.recalibrate = recalibrate
 
-    def looks_at(self, step: int) -> bool:
+    def measures_at(self, step: int) -> bool:
         """Check whether units are measured again at a step."""
         if self.recalibrate is None or step <= 0:
             return False
         if self.recalibrate == "auto":
-            return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
+            return step in _EARLY_STEPS or step % _EVERY == 0
         return step % int(self.recalibrate) == 0
 
 
 class LateAgreement:
     """The optimizer steps at which ranks agree on the units of tensors that were zero at first."""
 
-    # Each rank counts the same steps. Ranks meet at steps 1, 2, 4, 8 and every 8th, while any rank
-    # lacks a unit. The count restarts when a training begins, and after all units are measured
-    # again.
+    # Each rank counts the same steps. Ranks communicate after steps 1, 2, 4, 8 and every 8th, while
+    # any rank lacks a unit. The count restarts when a training begins, and after all units are
+    # measured again.
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
-        # True while ranks continue to meet.
+        # True while any rank lacks a unit.
         self.is_open = False
 
     @property
     def is_awaited(self) -> bool:
-        """Check whether units wait until ranks meet."""
+        """Check whether new units wait until the ranks communicate."""
         return self.is_open and is_distributed()
 
     def start(self) -> None:
-        """Begin to meet, if ranks have never met."""
+        """Begin to count steps, unless a count has begun."""
         if self._num_steps is None:
             self.begin()
 
     def begin(self) -> None:
-        """Begin to meet."""
+        """Begin to count steps, until all ranks have all units."""
         self._num_steps, self.is_open = 0, True
 
     def meets(self) -> bool:
-        """Count an optimizer step, and return whether ranks meet after it."""
+        """Count an optimizer step, and return whether ranks communicate after it."""
         self._num_steps = (self._num_steps or 0) + 1
         return self.is_open and is_late_look(self._num_steps)
 
@@ -124,7 +124,7 @@ class MatmulUnits(LoopCallback):
     @property
     def gauge(self) -> Gauge:
         """Return the units in force; empty before the first batch."""
-        self._end_look()
+        self._end_measurement()
         return self._units.gauge
 
     def attach(self, loop: Loop, *, is_other: bool) -> None:
@@ -139,11 +139,7 @@ class MatmulUnits(LoopCallback):
         if self.attached is None:
             numerics = numerics_of((self._simulation, self._fp8), measures_range=True)
             self.attached = AttachedSession(
-                loop.module,
-                loop.steps,
-                self._units,
-                numerics,
-                outlasts_calls=loop.has_loss_outside,
+                loop.module, loop.steps, self._units, numerics, outlasts_calls=loop.has_loss_outside
             )
 
     @property
@@ -169,7 +165,7 @@ class MatmulUnits(LoopCallback):
         self._events.begin_batch(loop)
         # The first step takes all measurements, those of an earlier validation included, so that
         # all ranks agree.
-        is_scheduled = self._schedule.looks_at(loop.step_index)
+        is_scheduled = self._schedule.measures_at(loop.step_index)
         self._units.is_looking = is_scheduled or not self.is_calibrated
         self._enter(loop.training_step, self._units.is_looking, is_training=True)
 
@@ -178,7 +174,7 @@ class MatmulUnits(LoopCallback):
         (loop, session), units = self._running, self._units
         self._is_in_batch = False
         session.end_step()
-        self._end_look()
+        self._end_measurement()
         if not units.is_looking:
             if self._fp8 is not None and self._fp8.widens and is_distributed():
                 # All ranks leave a format in the same step.
@@ -197,7 +193,7 @@ class MatmulUnits(LoopCallback):
             # Formats change results, and ranks wait for each other.
             is_late = loop.device.type == "cuda" and not is_first
             if is_distributed() or not is_late or self._changes_numbers:
-                self._end_look()
+                self._end_measurement()
             self._agreement.begin()
         if self.is_calibrated or loop.has_stepped:
             # After the measurement we know which matmuls run unscaled.
@@ -284,8 +280,8 @@ class MatmulUnits(LoopCallback):
         if is_counted or session.format:
             session.counter = CoverageCounter()
 
-    def _end_look(self) -> None:
-        """Take the units of the last measurement, if one has not ended yet."""
+    def _end_measurement(self) -> None:
+        """Adopt the units of the last measurement, if it has not been read yet."""
         if self._pending is None:
             return
         (arrived, when), self._pending = self._pending, None
@@ -311,7 +307,7 @@ class MatmulUnits(LoopCallback):
             self._events.new_units(units.gauge.num_changed(old), when, measurement.outside)
 
     def _take_late(self, session: MatmulSession) -> None:
-        """Take the units of tensors that were zero at first, or ran for the first time."""
+        """Adopt units of tensors that were zero at first, and of matmuls that first ran later."""
         # Every rank must count every step.
         units, meets = self._units, self._agreement.meets()
         if not self._agreement.is_awaited:

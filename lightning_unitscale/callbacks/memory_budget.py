@@ -32,7 +32,6 @@ from lightning_unitscale.loops.ranks import failing_together, gathered
 from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.offload import OP_BY_OP, HostLink, Offload, check_offload, link_of
-from lightning_unitscale.memory.plan_report import RematReport, reports_by_part
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import (
     PeakMeter,
@@ -41,6 +40,7 @@ from lightning_unitscale.memory.real_memory import (
     stepping_bytes,
 )
 from lightning_unitscale.memory.remat_module import StepPartitioner
+from lightning_unitscale.memory.remat_plan import RematReport, reports_by_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -71,9 +71,9 @@ class RematCallback(StepsCallback):
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
         offload: ``"host"`` also moves values that are kept to pinned host memory, where that costs
-            less time than recomputing them. Copies run beside computing. The budget is for the
-            device's memory. On a CPU the values are copied outside torch's allocator, which saves
-            nothing and is for tests. Not available with ``compile`` or under FSDP2.
+            less time than recomputing them. Copies run while the device computes. The budget is
+            for the device's memory. On a CPU the values are copied outside torch's allocator. This
+            saves nothing and is for tests. Not available with ``compile`` or under FSDP2.
 
     Raises:
         ValueError: If the budget is malformed, or if ``offload`` is unknown or cannot be used with
@@ -227,7 +227,7 @@ class RematCallback(StepsCallback):
         return True
 
     def _warn_if_unplanned(self, module: pl.LightningModule) -> None:
-        """Warn if a step has made gradients without a plan, so that the budget does not hold."""
+        """Warn if a step has computed gradients without a plan, which ignores the budget."""
         steps, partitioner = self._steps, self._partitioner
         if (
             self._has_warned
@@ -267,14 +267,14 @@ class RematCallback(StepsCallback):
         lines = dict.fromkeys(reason.rsplit(" at ", 1)[-1] for reason in breaks)
         count = len(reports_by_part(self.reports))
         parts = (
-            f"{count} parts, so budget={self.budget!r} holds for each of them"
+            f"{count} parts, so budget={self.budget!r} applies to each of them"
             if count != 1
-            else f"several parts, so budget={self.budget!r} holds for the only part that trains"
+            else f"several parts, so budget={self.budget!r} applies to the only part that trains"
         )
         rank_zero_warn(
             f"RematCallback: training_step is captured in {parts}. It breaks at "
-            f"{', '.join(lines)}. Expected a step that is captured whole. Keep printing, .item() "
-            "and shapes that depend on values out of it."
+            f"{', '.join(lines)}. Expected a step that is one graph. Keep printing, .item() and "
+            "shapes that depend on values out of it."
         )
 
     def _summary(self) -> str:
@@ -314,7 +314,7 @@ def compile_claims(setting: str, compile: bool | CompileMode) -> tuple[Claim, ..
 
 
 def _is_profiled(trainer: pl.Trainer) -> bool:
-    """Check whether a meter's profiler would replace the user's own."""
+    """Check whether the profiler that measures memory would replace one that the user runs."""
     on_cpu = trainer.strategy.root_device.type == "cpu"
     return on_cpu and is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
 
@@ -352,10 +352,7 @@ def _partitioner(
 
 
 def step_partitioner(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    budget: Budget,
-    offload: Offload = None,
+    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget, offload: Offload = None
 ) -> StepPartitioner:
     """Return the partitioner of a LightningModule's steps, with its Trainer's memory."""
     refuse_sharded_parameters(
@@ -378,7 +375,7 @@ def step_partitioner(
 
 
 def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int, int]:
-    """Return the bytes besides the module's: in a whole step, and in parts of it."""
+    """Return the bytes outside the module: in a whole step, and in parts of it."""
     # The parts are its forward pass, and the step of the optimizer.
     gradients = gradient_bytes(trainer.lightning_module)
     always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)

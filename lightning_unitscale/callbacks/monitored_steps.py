@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.optim import Optimizer
 
-from lightning_unitscale.arguments import check_count, shown
+from lightning_unitscale.arguments import check_count
 from lightning_unitscale.callbacks.lightning_steps import attach_steps
 from lightning_unitscale.callbacks.packages import trainer_packages
 from lightning_unitscale.capture.graph_matmuls import matmul_of
@@ -41,19 +41,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_count("every_n_steps", self.every_n_steps)
-        if not _is_step(self.first_step):
-            raise ValueError(
-                f"first_step={shown(self.first_step)}: not an optimizer step. Expected a "
-                "whole number from 0. Leave it out to sample from the first step on."
-            )
-        if self.last_step is None:
-            return
-        if not _is_step(self.last_step) or self.last_step < self.first_step:
-            raise ValueError(
-                f"last_step={shown(self.last_step)}: not a step from first_step={self.first_step} "
-                "on. Expected a whole number of at least that, or None. Leave it out to sample to "
-                "the end."
-            )
+        check_count("first_step", self.first_step, least=0)
+        if self.last_step is not None:
+            check_count("last_step", self.last_step, least=self.first_step)
 
     def covers(self, step: int) -> bool:
         """Check whether a step is within the window."""
@@ -67,10 +57,6 @@ class Sampling:
             return False
         is_second = step - max(start, self.first_step) in (0, 1)
         return step % self.every_n_steps == 0 or is_second or is_last or step == self.last_step
-
-
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _ignored() -> frozenset[CodeType]:

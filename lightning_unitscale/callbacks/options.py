@@ -21,14 +21,8 @@ from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.name_patterns import EXCLUDED
 from lightning_unitscale.formats import BlockFormat, NumberFormat, get_format
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
+from lightning_unitscale.matmuls import matmul_formats
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Computation, checked_exempt
-from lightning_unitscale.matmuls.matmul_formats import (
-    EXCLUDED_BY_DEFAULT,
-    FP8Linears,
-    Grid,
-    SimulateFormat,
-    format_pair,
-)
 from lightning_unitscale.precision.report import check_share
 from lightning_unitscale.quantize import Rounding, checked_format
 from lightning_unitscale.rules.plan import RuleOptions
@@ -150,7 +144,7 @@ class FP8:
     exclude: str | Sequence[str] | None = "auto"
     gradient_format: GradientFormat = DEFAULT_GRADIENT
     evaluation: bool = False
-    grid: Grid = "moving"
+    grid: matmul_formats.Grid = "moving"
     on_misfit: Literal["leave", "widen"] = "leave"
     exempt: Sequence[tuple[str, Computation]] = ()
     max_damage: float = 0.5
@@ -165,7 +159,7 @@ class FP8:
         object.__setattr__(self, "exempt", checked_exempt(self.exempt))  # YAML has lists
         self.linears(is_lossless=True)  # which checks the others
 
-    def linears(self, *, is_lossless: bool) -> FP8Linears:
+    def linears(self, *, is_lossless: bool) -> matmul_formats.FP8Linears:
         """Return the pass that runs linears in FP8. A lossless ``"auto"`` excludes less."""
         exclude = self.exclude
         if isinstance(exclude, str) and exclude in (_AUTO, MEASURED):
@@ -175,17 +169,17 @@ class FP8:
             # Until it is measured. A pattern could not be lifted later.
             exempt += tuple(itertools.product(exclude or (), COMPUTATIONS))
             exclude = None
-        return FP8Linears(
+        return matmul_formats.FP8Linears(
             exclude=exclude,
             exempt=exempt,
             gradient_format=self.gradient_format,
             grid=self.grid,
             in_evaluation=self.evaluation,
             widens=self.on_misfit == "widen",
-            why_excluded=EXCLUDED_BY_DEFAULT if self.exclude == _AUTO else EXCLUDED,
+            why_excluded=matmul_formats.EXCLUDED_BY_DEFAULT if self.exclude == _AUTO else EXCLUDED,
         )
 
-    def unmatched(self, linears: FP8Linears) -> list[str]:
+    def unmatched(self, linears: matmul_formats.FP8Linears) -> list[str]:
         """Return a line for each excluded name that no layer of the captured steps has."""
         # "auto" excludes usual names, and no model has all of them.
         if self.exclude in (_AUTO, MEASURED):
@@ -225,7 +219,7 @@ class Simulate:
 
     format: str | AnyFormat | tuple[str | AnyFormat, str | AnyFormat] = "fp8"
     rounding: Rounding = "nearest"
-    grid: Grid = "fixed"
+    grid: matmul_formats.Grid = "fixed"
     forward: str | AnyFormat | None = None
     backward: str | AnyFormat | None = None
     gradient_rounding: Rounding | None = None
@@ -250,7 +244,7 @@ class Simulate:
                 if each is not None:
                     checked_format(each, given=f"{name}={shown(each)}")
             return self.forward, self.backward
-        return format_pair(self.format, argument="format")
+        return matmul_formats.format_pair(self.format, argument="format")
 
     @property
     def blocks(self) -> tuple[BlockFormat, ...]:
@@ -262,9 +256,9 @@ class Simulate:
     def _has_directions(self) -> bool:
         return self.forward is not None or self.backward is not None
 
-    def rounding_pass(self) -> SimulateFormat:
+    def rounding_pass(self) -> matmul_formats.SimulateFormat:
         """Return the pass that rounds the operands of matmuls."""
-        return SimulateFormat(
+        return matmul_formats.SimulateFormat(
             *self.formats,
             backward_format=self.backward if self._has_directions else "operands",
             rounding=self.rounding,
@@ -301,5 +295,5 @@ def as_simulate(simulate: object) -> Simulate | None:
     """Return the options of a simulation, or ``None`` without one."""
     if simulate is None or isinstance(simulate, Simulate):
         return simulate
-    format_pair(simulate, argument="simulate")
+    matmul_formats.format_pair(simulate, argument="simulate")
     return Simulate(simulate)  # type: ignore[arg-type]

@@ -1,10 +1,9 @@
 """A precision plugin for a Trainer and for Fabric that brings its own ``UnitScaleCallback``.
 
-A plugin has no hooks around batches, checkpoints and errors. So it puts a callback into the list of
-the Trainer or of Fabric, where a user's own would be, before a run calls the first of them. The
-plugins of Lightning's four packages have the same names and different methods. The package that
-runs the plugin is known when a module arrives. The plugin's class is then derived from that
-package's plugin of the same precision.
+A plugin has no hooks around batches, checkpoints and errors. So it adds a callback to the list of
+the Trainer or of Fabric before a run calls the first callback. The plugins of Lightning's four
+packages have the same names and different methods. The package that runs the plugin is known when a
+module arrives. The plugin's class is then derived from that package's plugin of the same precision.
 
 Names of Lightning that are not documented, checked on 2.6: ``Strategy.connect``, ``Fabric.setup``
 and ``Fabric._callbacks``.
@@ -142,7 +141,7 @@ class UnitScaledPrecision(Precision):
         return _restored, (self._root or type(self), self._base_type, vars(self).copy())
 
     def join(self, root: str, device: torch.device, callbacks: list[Any]) -> None:
-        """Join the callbacks of a Trainer or of Fabric, of the package ``root``."""
+        """Add the callback to a Trainer or to Fabric, of the package ``root``."""
         self._check(callbacks)
         if self._base == "16-mixed" and device.type == "cpu":
             rank_zero_warn(
@@ -184,7 +183,7 @@ class UnitScaledPrecision(Precision):
 
 @functools.cache
 def _await_modules() -> None:
-    """Let plugins join their Trainer or Fabric as soon as it gets a module."""
+    """Add each plugin's callback to its Trainer or Fabric as soon as that gets a module."""
     for root, name, kind, method in _ENTRIES:
         when_imported(f"{root}.{name}", partial(_watch, root, kind, method))
 

@@ -45,12 +45,11 @@ from lightning_unitscale.loops.ranks import gathered
 from lightning_unitscale.matmuls.session import SESSION
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.rules.build_plan import plan_step
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.exchanged import PARAMETERS_ATTRIBUTE, PlannedParameters
 from lightning_unitscale.rules.learning_rates import Method, Role
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.rules.rewrite import RuleRewrite
-from lightning_unitscale.rules.transform import Replace
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE, Replace
 from lightning_unitscale.rules.unit_weights import (
     ParameterGradients,
     already_at_unit_scale,
@@ -92,12 +91,7 @@ class RuleScaling:
         self._is_plain = False
 
     def passes_for(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        *,
-        is_other: bool,
-        is_compiled: bool,
+        self, trainer: pl.Trainer, module: pl.LightningModule, *, is_other: bool, is_compiled: bool
     ) -> list[GraphPass]:
         """Return the passes over the steps. Use the module's own plan, if it has one."""
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
@@ -215,7 +209,7 @@ class RuleScaling:
                 self.settings.follow_rates(trainer, self.parameters.infos)
 
     def before_optimizer_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Scale gradients without a factor to RMS 1. In the first step none has a factor."""
+        """Give a factor to each gradient that has none yet, so that its RMS is 1."""
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = trainer.lightning_module.named_parameters()
         own = [(fqn, parameter) for fqn, parameter in named if id(parameter) in updated]
@@ -318,7 +312,7 @@ class RuleScaling:
         return replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
 
     def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:
-        """Check whether an evaluated module was never trained by rules, so it stays as it is."""
+        """Check whether an evaluated module was never trained by rules, and so runs unscaled."""
         if not self.init_weights:
             return False
         name = type(module).__name__

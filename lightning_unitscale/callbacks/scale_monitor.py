@@ -132,13 +132,8 @@ class ScaleMonitor(StepsCallback):
                 f"histograms={shown(histograms)}: not a choice. Expected True, False or 'exact'. "
                 "Leave it out to build histograms from a sample of every tensor."
             )
-        check_choice(
-            "tensorboard_tabs",
-            tensorboard_tabs,
-            TABS,
-            "not a choice",
-            "leave it out for what matmuls read",
-        )
+        advice = "leave it out for what matmuls read"
+        check_choice("tensorboard_tabs", tensorboard_tabs, TABS, "not a choice", advice)
         self._patterns = NamePatterns(include, exclude)
         given = f"formats={shown(formats)}"
         listed = formats if isinstance(formats, (list, tuple)) else (formats,)

@@ -42,7 +42,7 @@ _HIDING_MATMULS = {
     "hide their matmuls from the graph",
 }
 _CONFLICTS_OF_FP8 = {
-    "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself",
+    "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself"
 }
 
 
@@ -110,9 +110,7 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
     is_reported = False
 
     def clip(
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: Any = "norm",
+        optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
         nonlocal is_reported
         if clip_val <= 0:
@@ -192,7 +190,7 @@ def check_sharding(
 
 
 def refuse_rate_search(trainer: pl.Trainer) -> None:
-    """Refuse to search a learning rate if only the callbacks define the trained model."""
+    """Refuse a search for a learning rate, which would run without the rules."""
     # Weights, factors and rates are set when the first batch starts. A search runs that batch
     # without the callbacks. It would find a rate of the unscaled model, and apply it to another
     # one.
@@ -207,7 +205,7 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
 
 
 def refuse_statistics_update(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse a callback that ends the training by an epoch that no graph can be captured of."""
+    """Refuse a callback that ends training with an epoch whose steps cannot be captured."""
     # It computes the statistics of batch norms with ``momentum=None``. They read the number of
     # batches by ``float()``, which breaks the graph in front of weights at unit scale.
     norms = [
@@ -218,8 +216,8 @@ def refuse_statistics_update(trainer: pl.Trainer, module: nn.Module) -> None:
     averaging = "StochasticWeightAveraging"
     if norms and any(is_lightning(callback, averaging) for callback in all_callbacks(trainer)):
         raise misconfigured(
-            f"{averaging}: it computes the statistics of {norms[0]} (a batch norm) anew at the end "
-            "of the training, in steps that rules cannot scale. Expected another average with "
+            f"{averaging}: it computes the statistics of {norms[0]} (a batch norm) again at the "
+            "end of the training, in steps that rules cannot scale. Expected another average with "
             "method='unit-scaling' or 'u-mup'. Use EMAWeightAveraging or WeightAveraging, or pass "
             "method='lossless'."
         )
@@ -288,7 +286,7 @@ def warn_of_zero_eps(optimizers: Iterable[Optimizer]) -> None:
             if lost:
                 rank_zero_warn(
                     f"{type(optimizer).__name__}(eps={eps}): eps is 0 in {lost[0]}, the type of "
-                    "the parameters, so a weight whose squared gradient is 0 becomes NaN. Pass an "
-                    "eps of at least 1e-7, or use Trainer(precision='16-mixed')."
+                    "the parameters, so a weight whose squared gradient is 0 becomes NaN. Pass "
+                    "eps=1e-4 or more, or use Trainer(precision='16-mixed')."
                 )
                 break

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_depth
+from lightning_unitscale.callbacks import trainer_settings
 from lightning_unitscale.callbacks.checkpoints import checking_checkpoints, keep_marking, mark
 from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
@@ -36,13 +37,6 @@ from lightning_unitscale.callbacks.options import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.precision_reports import PrecisionReports
 from lightning_unitscale.callbacks.rule_scaling import rules_of
-from lightning_unitscale.callbacks.trainer_settings import (
-    check_fp8,
-    check_fp8_device,
-    check_simulation,
-    report_unprotected,
-    warn_of_zero_eps,
-)
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.module_steps import ModuleSteps, breaks_list
 from lightning_unitscale.capture.passes import GraphPass
@@ -240,9 +234,9 @@ class UnitScaleCallback(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         enter(trainer, self)
         if self._fp8 is not None:
-            check_fp8(trainer)
+            trainer_settings.check_fp8(trainer)
         if self.simulate is not None:
-            check_simulation(trainer, self.simulate.format)
+            trainer_settings.check_simulation(trainer, self.simulate.format)
         if self.compile:
             refuse_distributed_tensors(trainer, f"compile={self.compile!r}")
         self._checkpoints.enter_context(
@@ -267,7 +261,7 @@ class UnitScaleCallback(StepsCallback):
     @override
     def start(self, loop: Loop) -> None:
         if self._fp8 is not None:
-            check_fp8_device(loop.device)
+            trainer_settings.check_fp8_device(loop.device)
         for option, is_asked in self._captured_for().items():
             if is_asked:
                 raise ValueError(
@@ -275,13 +269,13 @@ class UnitScaleCallback(StepsCallback):
                     "Expected method='lossless' in other loops. Use lightning_unitscale.transforms "
                     "there, or a Trainer."
                 )
-        report_unprotected(loop.module)
+        trainer_settings.report_unprotected(loop.module)
         self._matmuls.attach(loop, is_other=self._take(loop))
 
     @override
     def meet_optimizer(self, optimizer: Optimizer) -> None:
         """Warn about an ``eps`` that is zero in the type of its parameters."""
-        warn_of_zero_eps([optimizer])
+        trainer_settings.warn_of_zero_eps([optimizer])
 
     def _take(self, loop: Loop) -> bool:
         """Record the measured module, and return whether it has changed."""
@@ -336,8 +330,8 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        report_unprotected(pl_module)
-        warn_of_zero_eps(trainer.optimizers)
+        trainer_settings.report_unprotected(pl_module)
+        trainer_settings.warn_of_zero_eps(trainer.optimizers)
         if self._rules is not None:
             self._rules.settings.start(trainer)
 

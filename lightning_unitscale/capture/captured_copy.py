@@ -29,7 +29,7 @@ from lightning_unitscale.capture.graph_nodes import Names
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import GraphPass
 from lightning_unitscale.capture.patches import plain_libraries
-from lightning_unitscale.capture.rollback import detached_copy, restoring_numbers
+from lightning_unitscale.capture.rollback import detached_copy, set_up_by
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.patching import shadowed
 
@@ -157,10 +157,7 @@ def _trace_as_if_plain(
         except Exception as error:
             if not is_of_dynamo(error):
                 raise
-        # A library's setup in a module's first call may be what breaks the graph: transformers
-        # installs hooks then, under a lock.
-        with restoring_numbers(module), torch.no_grad():
-            module(*args, **kwargs)
+        set_up_by(lambda: module(*args, **kwargs), module)
         return trace_one_graph(trace)
 
 

@@ -44,13 +44,38 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def restoring_numbers(module: nn.Module) -> Iterator[None]:
-    """Undo the effects of a call on random numbers and buffers, but keep its setup."""
+def set_up_by(call: Callable[[], object], module: nn.Module) -> bool:
+    """Make the first call of a module without gradients, and return whether it set anything up.
+
+    Random numbers and buffers are as before. A library's setup stays, which no graph may be able to
+    contain: transformers installs hooks in a module's first call, under a lock.
+    """
+    before = _setup_of(module)
     with contextlib.ExitStack() as undo:
         for restore in chain(_random_restorers(module), *map(restorers_of, module.buffers())):
             undo.callback(restore)
-        yield
+        with torch.no_grad():
+            call()
+    return _setup_of(module) != before
+
+
+def _setup_of(module: nn.Module) -> list[Any]:
+    """Return what a first call may change of a module and its submodules: attributes and hooks."""
+    return [
+        {
+            name: len(value)
+            if name.endswith("_hooks")
+            else value
+            if _is_flag(value)
+            else type(value)
+            for name, value in vars(one).items()
+        }
+        for one in module.modules()
+    ]
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, (bool, int, str))
 
 
 def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:

@@ -65,7 +65,7 @@ class UnitScaleCLI(LightningCLI):
         except OSError:
             is_checkpoint = False
         if not is_checkpoint:
-            raise ValueError(f"ckpt_path={path!r}: no checkpoint. Expected one. Correct the path.")
+            raise ValueError(f"ckpt_path={path!r}: no checkpoint. Expected one. Pass another path.")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -101,7 +101,7 @@ class UnitScaleCLI(LightningCLI):
             raise SystemExit(EXIT_INTERRUPTED) from None
 
     def after_fit(self) -> None:
-        """Report on the run. Validate its last weights first, if they have not been yet."""
+        """Report on the run. If its last weights were not validated, validate them first."""
         trainer, record = self.trainer, self._record
         table = self._scale_table()  # as it was in training, since a validation is a separate run
         is_stale = record.validation_step != trainer.global_step
@@ -178,7 +178,7 @@ class ProfileCLI(UnitScaleCLI):
         self._keep_no_run()
 
     def _keep_no_run(self) -> None:
-        """Leave out what only a run needs."""
+        """Leave out the settings that only a run needs."""
         trainer = self.config.trainer
         trainer.logger, trainer.callbacks = False, None
         trainer.enable_checkpointing = False
@@ -226,7 +226,7 @@ class ProfileCLI(UnitScaleCLI):
                 profile.plot(self.config.plot)
 
     def _drop_logs(self) -> None:
-        """Let the step log nothing. Outside a loop of the trainer there is no place for it."""
+        """Drop what the step logs, since no loop of the trainer runs that could take it."""
         for name in ("log", "log_dict"):
             self.model.__dict__[name] = nothing
 
@@ -322,7 +322,7 @@ class _FitRecord(pl.Callback):
 
 
 def tensorboard_command(trainer: pl.Trainer) -> str | None:
-    """Return the command that shows the trainer's run beside others of its logger.
+    """Return the command that shows the trainer's run and the other runs of its logger.
 
     `None` if the trainer logs nothing to TensorBoard.
     """

@@ -44,7 +44,7 @@ class OneLineParser(LightningArgumentParser):
 
 
 def in_one_line(message: str) -> str:
-    """Return a message of jsonargparse without what it repeats."""
+    """Return a message of jsonargparse without its repetitions."""
     lines = [line.strip(" -") for line in message.splitlines()]
     kept = dict.fromkeys(
         re.sub(r'^Parser key "(.*?)":', r"\1:", line)

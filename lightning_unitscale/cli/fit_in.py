@@ -123,7 +123,7 @@ class FitInCLI(ProfileCLI):
 
     @override
     def answer(self) -> None:
-        """Print what fits, and the cheapest of it."""
+        """Print the batches and combinations that fit, cheapest first."""
         batch = self._first_batch()
         self._drop_logs()
         self._samples = self.config.batch
@@ -187,10 +187,10 @@ class FitInCLI(ProfileCLI):
 
         # Copies of a CPU's tensors would stay in the same memory.
         link = None if gpu is None else link_of(self._device)
-        return SizedStep.of(precision, size, model, profile_at, problem_at, self._memory, link)
+        return SizedStep(precision, size, model, profile_at, problem_at, self._memory, link)
 
     def _checked(self, step: SizedStep, limit: int) -> Iterator[Fit]:
-        """Yield what fits in a precision. The cheapest is traced at its own microbatch."""
+        """Yield what fits in a precision. The cheapest is traced at its own microbatch size."""
         found: list[Fit] = []
         num_shards = 1
         while num_shards <= self.config.max_shards:
@@ -241,7 +241,7 @@ class FitInCLI(ProfileCLI):
         print(tabulate(shown, _STEPS) if shown else "none fits")
 
     def _explain(self, profile: GraphProfile, least: dict[str, int]) -> None:
-        """Print what limits: the largest owners of bytes, and what a batch of one needs."""
+        """Print the largest owners of bytes, and the bytes that a batch of one needs."""
         peak = profile.peak
         where = f" at {peak.node}" if peak.node else ""
         print(

@@ -1,4 +1,4 @@
-"""Account for what low precision costs: `precision --config run.yaml --json`."""
+"""Report what low precision costs: `precision --config run.yaml --json`."""
 
 import json
 from pickle import UnpicklingError
@@ -23,7 +23,7 @@ _TRAINING_STEP = "training_step"
 
 
 class PrecisionCLI(ProfileCLI):
-    """Account for what low precision costs in a training step: `precision --config run.yaml`.
+    """Report what low precision costs in a training step: `precision --config run.yaml`.
 
     The configuration is that of `fit`. The first training batch runs several times on the model,
     whose weights stay as they are. Formats and exemptions are those of the configuration's
@@ -120,10 +120,10 @@ class PrecisionCLI(ProfileCLI):
         for callback in found:
             if callback.method != LOSSLESS:
                 raise ValueError(
-                    f"method={callback.method!r}: rules make another model, whose steps are "
-                    "captured, and a report needs each matmul as it runs. Expected "
-                    "method='lossless'. Change the method, or leave the callback out to report on "
-                    "the model without rules."
+                    f"method={callback.method!r}: rules capture the steps of another model, "
+                    "but a report measures each matmul as it runs. Expected method='lossless'. "
+                    "Change the method, or leave the callback out to report on the model without "
+                    "rules."
                 )
             if callback.precision is not None:
                 own = callback.precision.linears(is_lossless=True)

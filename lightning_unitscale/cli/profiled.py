@@ -83,7 +83,7 @@ class ProfiledJob:
             take_over(model, torch.device(device))
 
     def remark(self, profile: GraphProfile) -> str:
-        """Return the memory that the profile leaves out, or an empty text."""
+        """Return a note about memory that the profile leaves out, or an empty string."""
         if self.kind == "shards" and profile.num_ranks == 1:
             return (
                 f"configure_model has sharded nothing: each of {self.num_ranks} ranks has it all."
@@ -127,8 +127,8 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
         return ProfiledJob("replicas", num_ranks=num_ranks, options=options)
     instead = "explain-pipeline" if issubclass(kind, GridStrategy) else "ModelParallelStrategy"
     raise MisconfigurationException(
-        f"`strategy={kind.__name__}` with `devices={devices!r}`: what one device holds is not "
-        f"known. Expected ModelParallelStrategy, DDPStrategy or one device. Use {instead}, or "
+        f"`strategy={kind.__name__}` with `devices={devices!r}`: the memory of one device is "
+        f"not known. Expected ModelParallelStrategy, DDPStrategy or one device. Use {instead}, or "
         "profile the whole model by --trainer.strategy=auto --trainer.devices=1."
     )
 
@@ -141,7 +141,7 @@ def _class_of(strategy: Any) -> tuple[type[Strategy], Mapping[str, Any]]:
         if strategy not in StrategyRegistry:
             raise MisconfigurationException(
                 f"`strategy={strategy!r}`: no such strategy. Expected one of "
-                f"{', '.join(sorted(StrategyRegistry))}, or a class. Correct it."
+                f"{', '.join(sorted(StrategyRegistry))}, or a class. Pass --trainer.strategy=auto."
             )
         registered = StrategyRegistry[strategy]
         kind, options = registered["strategy"], registered["init_params"]

@@ -133,7 +133,7 @@ class NumberFormat:
     def overflow_threshold(self) -> float:
         """Return the first magnitude that overflows. Without infinities, the last that does not.
 
-        With infinities it is half a step above ``max``. Ties go to the even neighbour, which is the
+        With infinities it is half a step above ``max``. Ties go to the even neighbor, which is the
         first power of two out of range. Without, it is ``max`` itself.
         """
         if self.finite_only:
@@ -181,7 +181,7 @@ class BlockFormat:
 
     @property
     def smallest_block(self) -> float:
-        """Return the smallest largest magnitude of a block whose scale does not underflow.
+        """Return the smallest maximum of a block whose scale does not underflow.
 
         As for ``largest_block``, in units of the tensor's scale. Scales in E4M3 stay normal.
         """

@@ -22,7 +22,7 @@ MANTISSA_BITS = 23
 _EXPONENT_CODES = 0xFF << MANTISSA_BITS
 
 _LOW_32_BITS = 0xFFFF_FFFF
-# Tensor scales with which neither the factors of a block nor its largest number leave FP32.
+# With these scales of a tensor, neither the factors of a block nor its largest number leave FP32.
 TENSOR_SCALES = 2.0**-120, 2.0**116
 
 

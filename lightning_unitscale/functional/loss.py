@@ -76,7 +76,7 @@ def _classes_and_rows(arguments: Mapping[str, Any]) -> tuple[int, float]:
 def _cross_entropy(arguments: Mapping[str, Any]) -> Factors:
     classes, rows = _classes_and_rows(arguments)
     # Uniform probabilities 1/V against one target: (V - 1)/V^2 per logit. Smoothing moves the
-    # target towards the uniform one.
+    # target toward the uniform one.
     sharpness = 1 - arguments.get("label_smoothing", 0.0)
     return _factors(arguments, rows, input=sharpness**2 * (classes - 1) / max(classes, 1) ** 2)
 

@@ -15,7 +15,7 @@ References:
 ``torch._scaled_mm`` (checked on torch 2.13 on a CPU, and written for 2.11's arguments) needs the
 first matrix in rows and the second in columns, and FP32 scales. The inner and the outer dimension
 must be multiples of 16, and both formats must not be E5M2. CPUs support more, but a GPU's limits
-apply to every device here, so that a model behaves alike on all devices.
+apply to every device here, so that a model behaves the same on all devices.
 """
 
 from __future__ import annotations

@@ -10,14 +10,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from lightning_unitscale.arguments import checked_folder, shown
-from lightning_unitscale.loops.called_loop import (
-    CalledLoop,
-    attachment_of,
-    called_methods,
-    through,
-    unwrapped,
-)
+from lightning_unitscale.arguments import check_instance, checked_folder, shown
+from lightning_unitscale.loops import called_loop
 from lightning_unitscale.loops.loop import LoopCallback, given_callbacks
 from lightning_unitscale.patching import Replacement, shadowed
 
@@ -76,7 +70,7 @@ def attach(
     return Attachment(module, optimizer, callbacks, methods, log_dir, loggers, scaler)
 
 
-class Attachment(CalledLoop):
+class Attachment(called_loop.CalledLoop):
     """The callbacks on a module. :func:`attach` returns it, with the same arguments.
 
     Attributes:
@@ -93,12 +87,9 @@ class Attachment(CalledLoop):
         loggers: Any = (),
         scaler: Any = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module={shown(module)}: not a torch.nn.Module. Expected the module that is "
-                "trained. Pass the model itself."
-            )
-        if attachment_of(unwrapped(module)) is not None:
+        expected = "the torch.nn.Module that is trained"
+        check_instance("module", module, nn.Module, expected, "pass the model itself")
+        if called_loop.attachment_of(called_loop.unwrapped(module)) is not None:
             raise ValueError(
                 f"module={type(module).__name__}: callbacks are attached to it already. Expected "
                 "all of them in one call. Pass them together, or detach() the others first."
@@ -119,7 +110,7 @@ class Attachment(CalledLoop):
             if log_dir is not None and not is_url and self.is_global_zero:
                 checked_folder("log_dir", log_dir)
             self._attached.callback(self._optimizers.hook(self.before_step, self.after_step).close)
-            self._forward.enter_context(through(self, self.run))
+            self._forward.enter_context(called_loop.through(self, self.run))
             for callback in given_callbacks(callbacks):
                 self.add(callback)
             undo.pop_all()
@@ -155,7 +146,7 @@ class Attachment(CalledLoop):
                 self._attached.callback(undo.pop_all().close)
             self._callbacks.append(callback)
         finally:
-            self._forward.enter_context(through(self, self.run))
+            self._forward.enter_context(called_loop.through(self, self.run))
 
     def keep(self, context: AbstractContextManager[Any]) -> None:
         """Enter a context until everything is restored."""
@@ -167,10 +158,10 @@ class Attachment(CalledLoop):
         # Each callback gets the methods when it starts.
         for callback in reversed(self._callbacks):
             callback.leave()
-        self.steps = called_methods(self.module, (*self.steps, name))
+        self.steps = called_loop.called_methods(self.module, (*self.steps, name))
         for callback in self._callbacks:
             callback.start(self)
-        self._forward.enter_context(through(self, self.run))
+        self._forward.enter_context(called_loop.through(self, self.run))
 
     def detach(self) -> None:
         """Restore module and torch. May be called more than once."""
@@ -214,8 +205,8 @@ class Attachment(CalledLoop):
 def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
     """Attach a callback to a module that Lightning Fabric has just set up."""
     # The inner module, under the wrapper that sets autocast (Lightning 2.6).
-    inner = unwrapped(module._forward_module)
-    attachment = attachment_of(inner)
+    inner = called_loop.unwrapped(module._forward_module)
+    attachment = called_loop.attachment_of(inner)
     if not isinstance(attachment, Attachment):
         scaler = getattr(fabric.strategy.precision, "scaler", None)
         attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)

@@ -228,7 +228,7 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _held_optimizer(wrapper: Any) -> Any:
-    """Return the optimizer within another one. Only torch's optimizers have the needed hooks."""
+    """Return the torch optimizer that another one wraps. Only torch's have the needed hooks."""
     if hasattr(wrapper, "optimizer"):
         return wrapper.optimizer
     values = getattr(wrapper, "__dict__", {}).values()
@@ -311,7 +311,7 @@ class OptimizerSteps:
 
 
 def called(module: nn.Module) -> str:
-    """Return the attribute that a call of a module runs. ``compile()`` changes it."""
+    """Return the attribute that a call of a module runs, which ``compile()`` changes."""
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
 

@@ -60,7 +60,7 @@ class NumberWriter:
         """Write the alerts of a step, if the logger supports them."""
 
     def write_event(self, text: str, step: int) -> None:
-        """Write that matmuls have changed their format, if the logger supports texts."""
+        """Write a line about matmuls whose format changed, if the logger supports texts."""
 
     def finish(self, snapshot: ScaleSnapshot) -> None:
         """Write the omitted parts of the last snapshot."""
@@ -104,7 +104,7 @@ class WandbWriter(TextWriter):
     def __init__(self, log: Log, package: str = "wandb", run: Any = None) -> None:
         super().__init__(log)
         self._package = package
-        self._run = run  # if it has a summary beside its history
+        self._run = run  # if it has a summary as well as a history
 
     @override
     def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
@@ -206,15 +206,12 @@ class RunWriters:
             writer.write_alerts(alerts, step)
 
     def write_event(self, loop: Loop, text: str, step: int) -> None:
-        """Write that matmuls have changed their format at a step."""
+        """Write a line about matmuls whose format changed at a step."""
         for writer in self._of(loop):
             writer.write_event(text, step)
 
     def finish(
-        self,
-        loop: Loop,
-        newest: ScaleSnapshot | None,
-        alerts: Sequence[ScaleAlert],
+        self, loop: Loop, newest: ScaleSnapshot | None, alerts: Sequence[ScaleAlert]
     ) -> None:
         """Write the omitted parts of a run's last snapshot, and the summary of the run."""
         if newest is None or not self._writers:

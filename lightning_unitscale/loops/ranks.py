@@ -1,4 +1,4 @@
-"""Let ranks agree: share objects among all of them, and raise errors on all of them."""
+"""Share objects among all ranks, and raise the errors of one rank on all of them."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.measured_operands import HIGH, LOW, combined_rms
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.scales.layout import MOMENTS
+from lightning_unitscale.scales.layout import MOMENTS, FloatArray, TensorStatistics
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
 from lightning_unitscale.scales.transfer import joint_copy
 
 # The slot of a forward matmul; backward matmuls have others.

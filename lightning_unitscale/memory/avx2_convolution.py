@@ -349,7 +349,7 @@ def _strided_scratch(shape: _Shape) -> int:
     padded = _rounded(prod(lengths) * shape.groups * shape.outputs, _PAGE)
     threads, scratch = torch.get_num_threads(), 2 * _PAGE + _batch_bytes(prod(shape.taps))
     if shape.size[-1] % shape.stride[-1]:
-        # A row that is no multiple of the stride is written beside the image, once per step.
+        # A row that the stride does not divide is written outside the image, once per step.
         row = _rounded(shape.size[-1], shape.stride[-1]) * shape.groups * shape.inputs
         row *= shape.stride[-1]
         scratch += threads * _ITEM * _rounded(row, _PAGE) + _PAGE

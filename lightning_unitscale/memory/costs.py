@@ -70,7 +70,7 @@ class CostModel:
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, name: str, flops: float, num_bytes: int, *, fusible: bool = False) -> float:
-        """Return the seconds of a node. A compiler fuses a ``fusible`` one with its neighbours."""
+        """Return the seconds of a node. A compiler fuses a ``fusible`` one with its neighbors."""
         if name in self.measured:
             return self.measured[name]
         if self.fused and fusible:
@@ -81,7 +81,7 @@ class CostModel:
 
 
 def default_cost_model(device_type: str, *, fused: bool = False) -> CostModel:
-    """Return the model of one core of a CPU, or of a data-centre GPU."""
+    """Return the model of one core of a CPU, or of a data-center GPU."""
     if device_type == "cpu":
         return CostModel(fused=fused)
     return CostModel(1e14, 1.5e12, 6e-6, 2e-12, fused=fused)

@@ -18,15 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_unitscale.memory import gpu_recurrent
+from lightning_unitscale.memory import gpu_recurrent, operator_bytes
 from lightning_unitscale.memory.gpus import GPU
-from lightning_unitscale.memory.operator_bytes import (
-    by_operator,
-    bytes_of,
-    copies_of,
-    copy_of,
-    reduced_loss,
-)
 
 Formula = Callable[[GPU, Sequence[Any], Any], int]
 """Formula for one call, from the GPU, its positional arguments and its result."""
@@ -97,12 +90,12 @@ def _convolution(gpu: GPU, args: Sequence[Any], result: Any) -> int:
 def _convolution_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
     """Count the layouts of :func:`_convolution` for the images' gradient, then for the weights'."""
     grad, images, weight, mask = args[0], args[1], args[2], args[10]
-    copied = copy_of(grad) if images.is_contiguous() else 0
+    copied = operator_bytes.copy_of(grad) if images.is_contiguous() else 0
     if not _is_turned(gpu, images, weight, args[9]):
         return copied
     size = _channels_last(images) + _channels_last(weight) + _channels_last(grad)
     # The images' gradient is complete before that of the weights is allocated.
-    first = size - bytes_of(weight) if mask[0] and mask[1] else size
+    first = size - operator_bytes.bytes_of(weight) if mask[0] and mask[1] else size
     return copied + (size if mask[1] else first if mask[0] else 0)
 
 
@@ -178,7 +171,7 @@ def _key_splits(num_blocks: int, num_keys: int, tile: int) -> int:
 
 def _turned(tensor: Tensor) -> int:
     """Return the bytes of a copy with the heads within each position, or 0 if it is not needed."""
-    return copy_of(tensor.transpose(1, 2))
+    return operator_bytes.copy_of(tensor.transpose(1, 2))
 
 
 def _embedding_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
@@ -189,7 +182,7 @@ def _embedding_backward(gpu: GPU, args: Sequence[Any], result: Any) -> int:
     """
     grad, indices, num_rows = args[:3]
     count = int(indices.numel())
-    copies = copy_of(grad)
+    copies = operator_bytes.copy_of(grad)
     if count <= _UNSORTED_INDICES and args[3] < 0:
         return copies
     parts = min(count, int(num_rows)) + count // _ROWS_PER_THREAD
@@ -210,7 +203,7 @@ def _index_put(gpu: GPU, args: Sequence[Any], result: Any) -> int:
         return 0
     shape = torch.broadcast_shapes(*(tuple(map(int, index.shape)) for index in indices))
     # Keys and values, sorted, and as many for cub's radix sort.
-    return 6 * 8 * prod(shape) + copy_of(args[2])
+    return 6 * 8 * prod(shape) + operator_bytes.copy_of(args[2])
 
 
 def _plain(formula: Callable[[Sequence[Any], Any], int]) -> Formula:
@@ -319,7 +312,7 @@ def _dims_of(args: Sequence[Any], position: int) -> tuple[int, ...]:
     return (dims,) if isinstance(dims, int) else tuple(dims)
 
 
-_FORMULAS: dict[Any, Formula] = by_operator(
+_FORMULAS: dict[Any, Formula] = operator_bytes.by_operator(
     {
         "_scaled_dot_product_flash_attention_backward": _flash_backward,
         "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
@@ -335,12 +328,14 @@ _FORMULAS: dict[Any, Formula] = by_operator(
         **dict.fromkeys(_REDUCTIONS, _buffer_of(1)),
         **dict.fromkeys(("linalg_vector_norm", "norm"), _buffer_of(2)),
         **dict.fromkeys(("var", "var_mean", "std", "std_mean"), _buffer_of(1, _WELFORD_BYTES)),
-        **dict.fromkeys(("mse_loss", "smooth_l1_loss"), _plain(reduced_loss)),
+        **dict.fromkeys(("mse_loss", "smooth_l1_loss"), _plain(operator_bytes.reduced_loss)),
         # SoftMax.cu and layer_norm_kernel.cu read contiguous tensors.
-        **dict.fromkeys(("_softmax", "_log_softmax", "native_layer_norm"), _plain(copies_of(0))),
+        **dict.fromkeys(
+            ("_softmax", "_log_softmax", "native_layer_norm"), _plain(operator_bytes.copies_of(0))
+        ),
         **dict.fromkeys(
             ("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward"),
-            _plain(copies_of(0, 1)),
+            _plain(operator_bytes.copies_of(0, 1)),
         ),
     }
 )

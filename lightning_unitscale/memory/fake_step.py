@@ -200,7 +200,7 @@ def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
     except Exception as error:
         raise RuntimeError(
             f"`module={type(module).__name__}`: it cannot be copied ({error}). Expected a module "
-            "that copy.deepcopy takes. Drop what it holds besides parameters and buffers."
+            "that copy.deepcopy can copy. Keep other objects, such as open files, out of it."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Find batch, rematerialization budget and shards with which a training step fits into a memory.
+"""Find the batch size, budget and shards with which a training step fits into memory.
 
 A step is traced at two batch sizes. Between and beyond them each tensor's bytes lie on a line. With
 several shards, FSDP2 by ``fully_shard`` on each block is assumed: parameters, gradients and the
@@ -32,35 +32,20 @@ _MOST_SAMPLES = 2**30
 
 @dataclass(frozen=True)
 class Fit:
-    """A way in which a step fits.
+    """A way in which a step fits. Operations and seconds are those of one rank's optimizer step."""
 
-    Attributes:
-        precision: Precision of the Trainer.
-        num_shards: Ranks that parameters, gradients and optimizer state are divided over.
-        microbatch: Samples that a rank runs at once.
-        num_microbatches: Microbatches that a rank accumulates for one step of the optimizer.
-        budget: Budget in bytes for ``RematCallback``, or ``None`` without rematerialization.
-        peak_bytes: Predicted peak on a rank.
-        extra_flops: Operations of the recomputed matmuls of one step of the optimizer, on a rank.
-        flops: Operations of all other matmuls of that step, on a rank.
-        extra_seconds: Estimated time of the recomputation, and in which computing waits for copies.
-        offload: ``"host"`` if saved tensors are moved to host memory, as by ``RematCallback``.
-        host_bytes: Bytes that wait in host memory.
-        is_checked: Whether the step was traced at this very microbatch.
-    """
-
-    precision: str
-    num_shards: int
-    microbatch: int
-    num_microbatches: int
-    budget: int | None
-    peak_bytes: int
-    extra_flops: float
-    flops: float
-    extra_seconds: float = 0.0
-    offload: Literal["host"] | None = None
-    host_bytes: int = 0
-    is_checked: bool = False
+    precision: str  # of the Trainer
+    num_shards: int  # ranks that parameters, gradients and optimizer state are divided over
+    microbatch: int  # samples that a rank runs at once
+    num_microbatches: int  # that a rank accumulates for one step of the optimizer
+    budget: int | None  # in bytes, for ``RematCallback``; ``None`` without rematerialization
+    peak_bytes: int  # predicted, on a rank
+    extra_flops: float  # of the recomputed matmuls
+    flops: float  # of all other matmuls
+    extra_seconds: float = 0.0  # estimate of the recomputation and of waiting for copies
+    offload: Literal["host"] | None = None  # for ``RematCallback``
+    host_bytes: int = 0  # that wait in host memory
+    is_checked: bool = False  # True if the step was traced at this very microbatch
 
     @property
     def cost(self) -> tuple[float, ...]:
@@ -91,36 +76,22 @@ class Shards:
         return self.rest + 3 * self.largest_block
 
 
-@dataclass(frozen=True)
 class SizedStep:
     """A training step of any batch size in one precision.
 
-    Attributes:
+    Args:
         precision: Precision of the Trainer.
         batch_size: Batch size of ``profile``.
+        module: The module, whose parameters come first in the graph.
         profile_at: Profiles the step, with the optimizer, at a batch size.
         problem_at: Traces the joint graph of the step at a batch size.
-        num_parameters: Number of the module's parameters, which come first in the graph.
-        gradient_bytes: Bytes of all gradients.
-        shards: What FSDP2 gathers.
         memory_bytes: Limit on what a GPU's caching allocator reserves for a step without a plan, or
             0 for none.
         link: The device's link to the host for ways that move saved tensors, or ``None``.
     """
 
-    precision: str
-    batch_size: int
-    profile_at: Callable[[int], GraphProfile]
-    problem_at: Callable[[int], RematProblem]
-    num_parameters: int
-    gradient_bytes: int
-    shards: Shards
-    memory_bytes: int = 0
-    link: HostLink | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         precision: str,
         batch_size: int,
         module: nn.Module,
@@ -128,19 +99,14 @@ class SizedStep:
         problem_at: Callable[[int], RematProblem],
         memory_bytes: int = 0,
         link: HostLink | None = None,
-    ) -> SizedStep:
-        """Return the step of a module."""
-        return cls(
-            precision,
-            batch_size,
-            functools.cache(profile_at),
-            functools.cache(problem_at),
-            len(list(module.parameters())),
-            gradient_bytes(module),
-            Shards.of(module),
-            memory_bytes,
-            link,
-        )
+    ) -> None:
+        self.precision, self.batch_size = precision, batch_size
+        self.profile_at = functools.cache(profile_at)
+        self.problem_at = functools.cache(problem_at)
+        self.num_parameters = len(list(module.parameters()))
+        self.gradient_bytes = gradient_bytes(module)
+        self.shards = Shards.of(module)
+        self.memory_bytes, self.link = memory_bytes, link
 
     @property
     def _sizes(self) -> tuple[int, int]:

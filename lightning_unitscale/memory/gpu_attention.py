@@ -2,7 +2,7 @@
 
 The conditions are those of torch 2.13's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``
 and ``sdp_utils_cpp.h``, for dense tensors and the default switches of ``torch.backends.cuda``. They
-are checked in torch's order: cuDNN on Hopper and Blackwell data-centre GPUs, flash, the
+are checked in torch's order: cuDNN on Hopper and Blackwell data-center GPUs, flash, the
 memory-efficient kernel, and matmuls.
 """
 

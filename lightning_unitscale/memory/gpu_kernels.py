@@ -29,7 +29,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Activation(torch.autograd.Function):
-    """An elementwise function of which autograd saves the input."""
+    """An elementwise function whose input autograd saves."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

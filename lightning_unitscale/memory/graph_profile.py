@@ -158,7 +158,8 @@ class GraphProfile:
         """
         if budget_bytes <= 0:
             raise ValueError(
-                f"`budget_bytes={budget_bytes}`: nothing fits. Expected a positive number of bytes."
+                f"`budget_bytes={budget_bytes}`: not a budget. Expected a positive number. Pass "
+                "the bytes of the device, such as 79 * 2**30."
             )
         lines = self.fit_batch().batch_fit
         assert lines is not None

@@ -243,7 +243,7 @@ class JointGraphReader:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Check whether a compiler computes the node inside a loop with its neighbours."""
+    """Check whether a compiler computes the node inside a loop with its neighbors."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise in tags or node.target is operator.getitem:
         return True

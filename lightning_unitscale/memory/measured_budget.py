@@ -5,7 +5,7 @@ first steps run with the plans that keep the least, and one step is measured fro
 Each graph shows by how many bytes its other plans differ.
 
 Gathered parameters are inputs of a graph. A plan may keep them, or views of them, for the backward
-pass as autograd does. FSDP frees their storage meanwhile, and refills it before.
+pass as autograd does. FSDP frees their storage in between, and refills it before.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from torch import fx, nn
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.memory.budgets import Budget, limit_of, refusal
 from lightning_unitscale.memory.partitioner import RematPartitioner, limit_reach
-from lightning_unitscale.memory.plan_report import RematReport, reports_table
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import Ints, Mask, NodeRegion, RematProblem
 from lightning_unitscale.memory.real_memory import PeakMeter
-from lightning_unitscale.memory.remat_plan import RematPlan
+from lightning_unitscale.memory.remat_plan import RematPlan, RematReport, reports_table
 from lightning_unitscale.memory.schedule import input_bytes
 from lightning_unitscale.scales.layout import Direction
 
@@ -42,7 +41,7 @@ _NUM_PLANS = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """Plan of a graph, in bytes relative to the plan with which the step is measured."""
+    """Plan of a graph, in bytes relative to the plan that was measured."""
 
     plan: RematPlan
     held_bytes: int  # from the forward pass of the graph to its backward pass
@@ -80,10 +79,10 @@ def graph_choices(planner: Planner, parameters: Mask, *, min_cut: bool = False) 
 
     def choice(plan: RematPlan) -> Choice:
         # The caller may drop its own values or not, so only newly kept values are counted.
-        anew = int(problem.num_bytes[of_caller(plan) & ~of_caller(least)].sum())
-        held = plan.saved_bytes - least.saved_bytes + anew
+        recreated = int(problem.num_bytes[of_caller(plan) & ~of_caller(least)].sum())
+        held = plan.saved_bytes - least.saved_bytes + recreated
         (forward, backward), (before, after) = _peaks(plan), _peaks(least)
-        return Choice(plan, held, forward - before, backward - after + anew)
+        return Choice(plan, held, forward - before, backward - after + recreated)
 
     return GraphChoices(choice(least), choice(planner.default), tuple(map(choice, plans)))
 

@@ -153,7 +153,7 @@ class CutNetwork:
         """Return the lower convex hull of all plans, from the least time to the fewest bytes.
 
         It contains every plan that is best for some price of a byte. It is found by bisection: the
-        price at which two neighbours cost the same either gives a plan between them or shows there
+        price at which two neighbors cost the same either gives a plan between them or shows there
         is none.
         """
         price = max(_finite_sum(self._seconds), 1e-12) / max(_finite_sum(self._bytes), 1.0)

@@ -2,8 +2,8 @@
 
 A value is idle from its last reader in the forward pass to its first one in the backward pass. Its
 copy to the host starts when it becomes idle, and it is fetched before it is read again. Copies run
-beside computing, one after the other in each direction. The plan fixes the operations between which
-they start and are waited for, so the bytes on the device do not depend on the speed of the copies.
+while the device computes, one after the other in each direction. The plan fixes the operations at
+which they start and are waited for, so the bytes on the device do not depend on their speed.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def scheduled(
 def exposed_seconds(
     problem: RematProblem, moves: Sequence[Move], starts: Sequence[float], link: HostLink
 ) -> float:
-    """Simulate both directions of the link beside the operations, and sum the time of waiting."""
+    """Simulate copies in both directions during the operations, and sum the time of waiting."""
     sizes: list[int] = problem.num_bytes[[move.node for move in moves]].tolist() if moves else []
     copies = {move.node: link.seconds(size) for move, size in zip(moves, sizes, strict=True)}
     delay = leaves_at = returns_at = 0.0
@@ -222,11 +222,7 @@ def _events(moves: Sequence[Move]) -> list[tuple[int, int, int, int]]:
 
 
 def offloads(
-    problem: RematProblem,
-    saved: Mask,
-    order: BackwardOrder,
-    timeline: PlanTimeline,
-    link: HostLink,
+    problem: RematProblem, saved: Mask, order: BackwardOrder, timeline: PlanTimeline, link: HostLink
 ) -> list[ChosenMoves]:
     """Return choices of moves for one plan, from few to many and from hidden to exposed copies.
 
@@ -285,10 +281,7 @@ def gpu_cost_model(gpu: GPU) -> CostModel:
     """
     default = default_cost_model("cuda")
     return CostModel(
-        gpu.flops_per_second,
-        gpu.bytes_per_second,
-        default.overhead_seconds,
-        default.random_seconds,
+        gpu.flops_per_second, gpu.bytes_per_second, default.overhead_seconds, default.random_seconds
     )
 
 

@@ -1,7 +1,7 @@
-"""Copy tensors between a device and the host beside computing, as a plan's graphs do.
+"""Copy tensors between a device and the host while a plan's graphs compute.
 
 A copy is a value of the graph that runs it. It holds the tensor that it reads until computing has
-waited for it, so the allocator cannot hand out that memory meanwhile. ``record_stream`` would do
+waited for it, so the allocator cannot reuse that memory before. ``record_stream`` would do
 this too, but it frees memory when the copy stream is idle, not where the plan expects it.
 """
 

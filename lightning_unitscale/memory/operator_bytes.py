@@ -27,7 +27,7 @@ def copy_of(tensor: Tensor) -> int:
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Check whether the channels of an image are beside each other, by its strides.
+    """Check whether the channels of an image are adjacent in memory, by its strides.
 
     Those decide for dimensions of one element too, unlike in ``Tensor.is_contiguous``.
     """
@@ -51,7 +51,7 @@ def copies_of(*positions: int) -> Formula:
 
 
 def reduced_loss(args: Sequence[Any], result: Tensor) -> int:
-    """Count the losses of all elements, of which a loss is the mean or the sum."""
+    """Count the losses of all elements, before their mean or sum is taken."""
     if result.dim():
         return 0
     shape = torch.broadcast_shapes(*(tuple(map(int, each.shape)) for each in args[:2]))

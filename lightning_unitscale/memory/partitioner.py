@@ -57,7 +57,7 @@ from lightning_unitscale.memory.remat_plan import PLANNER_VERSION, RematPlan
 from lightning_unitscale.memory.schedule import input_bytes, lazy_order
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-# Factors by which sizes may outgrow the planned ones. The largest that fits is used.
+# Sizes may exceed the planned ones by these factors. The largest factor that fits is used.
 _FACTORS = (8.0, 4.0, 2.0, 1.5, 1.25, 1.1)
 # Key in the meta of a backward graph's nodes: their place in the joint graph. Their names change if
 # they run several times.

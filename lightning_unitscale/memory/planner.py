@@ -24,11 +24,7 @@ from lightning_unitscale.memory.problem import (
 )
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.remat_plan import RematPlan
-from lightning_unitscale.memory.schedule import (
-    backward_order,
-    input_bytes,
-    simulate_plan,
-)
+from lightning_unitscale.memory.schedule import backward_order, input_bytes, simulate_plan
 
 # An operator with more operations per element than this is a matmul, which the classic cut keeps.
 _MATMUL_FLOPS_PER_ELEMENT = 4.0

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale.arguments import (
-    check_callable,
-    check_instance,
-    sentence,
-    shown,
-)
+from lightning_unitscale.arguments import check_callable, check_instance, sentence, shown
 from lightning_unitscale.capture.absent_ranks import is_sharded, local_tensor, num_ranks
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.fake_step import FakeStep, OptimizerLike

@@ -23,27 +23,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_unitscale.capture import fake_device
 from lightning_unitscale.capture.absent_ranks import has_distributed_class, local_tensor
 from lightning_unitscale.capture.decompose import open_function
-from lightning_unitscale.capture.fake_device import (
-    OperatorMode,
-    current_autograd_function,
-    forgetting_control_flow,
-    is_control_flow,
-    run_control_flow,
-)
-from lightning_unitscale.capture.graph_nodes import (
-    module_path,
-    op_name,
-    tensors_in,
-    unique_name,
-)
+from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in, unique_name
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.memory.costs import operator_costs
 from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of
 from lightning_unitscale.memory.gpu_recurrent import run_kernel
 from lightning_unitscale.memory.gpus import GPU
-from lightning_unitscale.memory.library_workspaces import KeptWorkspaces
+from lightning_unitscale.memory.reserved import KeptWorkspaces
 from lightning_unitscale.memory.step_record import (
     OUTSIDE,
     Event,
@@ -80,7 +69,7 @@ def label(tensors: Sequence[Tensor], node: int) -> None:
             pending += [following for following, _ in function.next_functions]
 
 
-class StorageRecorder(OperatorMode):
+class StorageRecorder(fake_device.OperatorMode):
     """Recorder of every operator, and of each storage's allocation and release.
 
     A weak reference to each storage reports its release. So the record follows the reference counts
@@ -104,7 +93,7 @@ class StorageRecorder(OperatorMode):
         self._task = 0
         # A simulated GPU has the CPU's streams.
         self._streams = {torch.cpu.current_stream(): 0}
-        self._sums_anew: Any = None
+        self._sums_again: Any = None
         self._kept_workspaces = KeptWorkspaces(gpu)
         self._is_paused = False
 
@@ -113,12 +102,12 @@ class StorageRecorder(OperatorMode):
         if has_distributed_class(types):
             # This is called again with the shards. The engine sums their gradients into new
             # tensors.
-            self._sums_anew = func
+            self._sums_again = func
             return NotImplemented
         if self._is_paused:
             return func(*args, **kwargs)
-        if sums_anew := self._sums_anew is func:
-            self._sums_anew = None
+        if sums_again := self._sums_again is func:
+            self._sums_again = None
         node = self._current_node()
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
@@ -135,7 +124,7 @@ class StorageRecorder(OperatorMode):
                 self._resize(index, tensor.untyped_storage().nbytes())  # by ``resize_``
         if str(func) == _GATHERING:
             self.declare(args[1], "unsharded")
-        is_sum = self.phase == "backward" and func is torch.ops.aten.add.Tensor and not sums_anew
+        is_sum = self.phase == "backward" and func is torch.ops.aten.add.Tensor and not sums_again
         if is_sum and outputs:
             self._accumulated_in_place(inputs, len(self._sizes) > num_storages)
         return result
@@ -253,7 +242,7 @@ class StorageRecorder(OperatorMode):
     def _current_node(self) -> int:
         if self.phase != "backward":
             return self.node
-        function = current_autograd_function()
+        function = fake_device.current_autograd_function()
         if function is None:
             return OUTSIDE
         self._task = function.metadata.setdefault(_TASK, len(self.record.operators))
@@ -298,7 +287,7 @@ class ModuleTrace(TorchFunctionMode):
         def leave(*_: Any) -> None:
             self._running.pop()
 
-        with contextlib.ExitStack() as hooks, forgetting_control_flow(), self:
+        with contextlib.ExitStack() as hooks, fake_device.forgetting_control_flow(), self:
             for module, path in self._paths.items():
                 enter = partial(self._enter, path)
                 hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
@@ -321,9 +310,9 @@ class ModuleTrace(TorchFunctionMode):
             # Expanded, as in a captured graph, since its parts depend on the device too.
             with self:
                 return open_function(func)(*args, **kwargs)
-        if is_control_flow(func):
+        if fake_device.is_control_flow(func):
             with self:
-                return run_control_flow(func, args, kwargs)
+                return fake_device.run_control_flow(func, args, kwargs)
         if recorder.phase != "forward":
             # A checkpoint's recomputation belongs to the backward pass.
             return self._call(func, args, kwargs)

@@ -25,11 +25,10 @@ from lightning_unitscale.memory.costs import CostModel
 from lightning_unitscale.memory.gpus import DeviceType, parse_device
 from lightning_unitscale.memory.offload import Offload, check_offload, gpu_cost_model, link_of
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
-from lightning_unitscale.memory.plan_report import RematReport, plot_front, reports_table
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import gradient_bytes, storages_of
-from lightning_unitscale.memory.remat_plan import RematPlan
+from lightning_unitscale.memory.remat_plan import RematPlan, RematReport, plot_front, reports_table
 from lightning_unitscale.memory.traced_planner import traced_problem
 
 # Planned steps before a warning: the first batch, another size of it, and a smaller last batch are
@@ -242,7 +241,7 @@ class StepPartitioner(RematPartitioner):
                 f"budget={self.budget!r}: {type(self._module).__name__} has been captured and "
                 f"planned in {_MANY_STEPS} steps, the last time in {seconds:.1f} s. Its input has "
                 f"changed each time{fixed}. TORCH_LOGS=recompiles,dynamic names the line that "
-                "depends on it: change it, or pad the batches to a few sizes.",
+                "depends on the input. Change that line, or pad the batches to a few sizes.",
                 stacklevel=2,
             )
         self._has_planned = True
@@ -283,9 +282,9 @@ class StepPartitioner(RematPartitioner):
             self._refuse_parts(
                 BudgetError(
                     f"budget={self.budget!r}: the step breaks into several graphs. They are "
-                    "planned one by one, so a limit in bytes cannot be promised for all of them "
-                    "together. Remove the breaks that explain() shows, or pass a float such as "
-                    "budget=0.6, which holds for each graph."
+                    "planned one by one, so no plan can guarantee a limit in bytes for all of "
+                    "them together. Remove the breaks that explain() shows, or pass a float such "
+                    "as budget=0.6, which applies to each graph."
                 )
             )
         always, forward, stepping = self._around()

@@ -1,4 +1,4 @@
-"""Order the operations of a plan, and simulate the bytes alive meanwhile.
+"""Order the operations of a plan, and simulate the bytes that are alive while they run.
 
 The order is the forward pass, then the backward pass with its recomputation. Each storage counts
 once, from its allocation to its last use.
@@ -206,7 +206,7 @@ def simulate_plan(
     changes = np.zeros(len(nodes) + 2, dtype=np.int64)
     np.add.at(changes, allocated_at, allocated)
     np.add.at(changes, last + 1, -allocated)
-    # A replayed operation saves the generator's present state meanwhile.
+    # A replayed operation saves the generator's current state while it runs.
     state = np.zeros(len(problem), dtype=np.int64)
     replayed = problem.replayed(saved)
     state[replayed] = problem.replay_bytes[replayed]

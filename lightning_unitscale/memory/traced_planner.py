@@ -21,14 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_unitscale.capture import fake_device
 from lightning_unitscale.capture.decompose import open_function
-from lightning_unitscale.capture.fake_device import (
-    DispatchMode,
-    OperatorMode,
-    is_composite,
-    simulating,
-    snapshot,
-)
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.fake_step import FakeStep, own_loss
@@ -42,7 +36,7 @@ from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProbl
 _TANGENT = "tangents"
 
 
-class _Tracer(OperatorMode):
+class _Tracer(fake_device.OperatorMode):
     """Tracer of every operator as a node, with less work per operator than FX's own tracer."""
 
     def __init__(self) -> None:
@@ -62,7 +56,7 @@ class _Tracer(OperatorMode):
 
     @override
     def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not is_composite(func):
+        if not fake_device.is_composite(func):
             return self._add(func, args, kwargs)
         with self:
             return func.decompose(*args, **kwargs)
@@ -92,10 +86,10 @@ class _Tracer(OperatorMode):
 
 
 def _snapshot(value: Any) -> Any:
-    return snapshot(value) if isinstance(value, Tensor) else value
+    return fake_device.snapshot(value) if isinstance(value, Tensor) else value
 
 
-class _Kernels(DispatchMode):
+class _Kernels(fake_device.DispatchMode):
     """Mode that corrects operators on fake tensors where they differ from the kernels."""
 
     def __torch_dispatch__(
@@ -153,7 +147,7 @@ def traced_problem(
         gradients = torch.autograd.grad([loss], trained, [tangent], allow_unused=True)
         return [*outputs, *gradients]
 
-    simulation = simulating(target, *([gpu.capability] if gpu else ()))
+    simulation = fake_device.simulating(target, *([gpu.capability] if gpu else ()))
     tracer = _Tracer()
     with step.mode, simulation, _Calls(gpu):
         tangent = torch.ones((), device=target)

@@ -33,11 +33,10 @@ from lightning_unitscale.capture.graph_recorder import (
 )
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.matmuls.gauge import GAUGE, HELD, ONE, Gauge, TensorUnits, Unit
-from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.layout import FloatArray, RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, completed_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.tensor_statistics import FloatArray
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 Select = Callable[[fx.Node], bool]

@@ -341,7 +341,7 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:
-    """Return the autograd nodes from one on, against the order of computation, and their outputs.
+    """Return autograd nodes and their outputs from one node on, back toward the inputs.
 
     It ends after the first node that does not connect an argument to a matmul. If two tensors were
     added, the first has the shape of the matmul.

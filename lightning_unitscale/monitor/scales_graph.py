@@ -147,8 +147,8 @@ CLEAN_NAME: Final = "clean_name"
 TRAINED: Final = "requires_grad"
 
 _HEADERS: Final = ("name", "op", "module", "mean |x|", "std", "mean |grad|", "std of grad")
-# Powers of two from 1 at which a colour is at its strongest: FP16's normal numbers end near there.
-_FULL_COLOUR: Final = 14.0
+# Powers of two from 1 at which a color is at its strongest: FP16's normal numbers end near there.
+_FULL_COLOR: Final = 14.0
 _LARGE, _SMALL = (214, 69, 65), (52, 120, 214)
 
 
@@ -171,9 +171,9 @@ class ScalesGraph(fx.Graph):
         return tabulate(rows, headers=_HEADERS, tablefmt=tablefmt, disable_numparse=True)
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook, with numbers coloured by ``log2`` of the scale.
+        """Return the table for a notebook, with numbers colored by ``log2`` of the scale.
 
-        Red is above 1 and blue below; colours are laid over whatever background there is.
+        Red is above 1 and blue below; colors are laid over whatever background there is.
         """
         style = 'style="text-align:left;padding:2px 8px"'
         head = "".join(f"<th {style}>{html.escape(header)}</th>" for header in _HEADERS)
@@ -221,7 +221,7 @@ def _cell_style(value: float | None) -> str:
     log2 = math.log2(value) if 0.0 < value < math.inf else math.copysign(math.inf, value - 0.5)
     red, green, blue = _LARGE if log2 > 0 else _SMALL
     # At most half opaque, so that text stays readable on white and on black.
-    opacity = 0.5 * min(abs(log2) / _FULL_COLOUR, 1.0)
+    opacity = 0.5 * min(abs(log2) / _FULL_COLOR, 1.0)
     return f"{style};background-color:rgba({red},{green},{blue},{opacity:.2f})"
 
 

@@ -85,7 +85,7 @@ class Made:
     index: int | None = None
 
 
-# The instruction by which a caller uses a function, and the variables that get its results.
+# The instruction with which a caller calls a function, and the variables that get its results.
 _Use: TypeAlias = tuple[str, tuple[str, ...]]
 
 

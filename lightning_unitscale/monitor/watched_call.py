@@ -19,7 +19,7 @@ from lightning_unitscale.capture.held_inputs import version_of
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.matmuls.calls import RanMatmul
 from lightning_unitscale.matmuls.torch_internals import sequence_number
-from lightning_unitscale.monitor.gradient_hooks import Gradients
+from lightning_unitscale.monitor.input_gradients import Gradients
 from lightning_unitscale.monitor.names import (
     ALIASES,
     Caller,
@@ -38,11 +38,7 @@ from lightning_unitscale.monitor.rows import (
     gradient_axis,
     shown_inputs,
 )
-from lightning_unitscale.monitor.torch_state import (
-    is_readable,
-    plain_functions,
-    takes_part,
-)
+from lightning_unitscale.monitor.torch_state import is_readable, plain_functions, takes_part
 
 _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
 

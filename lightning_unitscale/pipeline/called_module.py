@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import override
 
 from lightning_unitscale.capture.graph_nodes import requires_grad, returned_loss
+from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.loops.ranks import broadcast
+from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.captured_program import (
     LOGS,
@@ -65,7 +67,7 @@ class StepCall:
     # Every run, on every rank, draws the same random numbers.
     seed: int
     device: torch.device
-    # The arguments with which the step calls the pipeline.
+    # The arguments that the step passes to the pipeline.
     arguments: Arguments = ((), {})
 
     @contextlib.contextmanager
@@ -156,13 +158,13 @@ class PipelinedForward:
         self,
         strategy: GridStrategy,
         plain: Callable[[], contextlib.AbstractContextManager[Any]],
-        because: Exception | None = None,
+        because: NotPipelinedError | None = None,
     ) -> None:
         self.module = module = strategy.own_module
         self.strategy, self._group = strategy, strategy.grid.pipeline
         self._plain = plain
         # Why the step, or a module that it calls, cannot be the pipeline.
-        self._reasons = [] if because is None else [str(because)]
+        self._reasons = [] if because is None else [because]
         self._metrics = SharedMetrics(module)
         self._name = f"{type(module).__name__}.training_step"
         self._candidates = with_most_parameters(module)
@@ -179,6 +181,12 @@ class PipelinedForward:
     def _called(self) -> nn.Module:
         return self.module.get_submodule(self._path)
 
+    @property
+    def _own_step(self) -> Callable[..., Any]:
+        """Return the user's own step, even if callbacks have captured it."""
+        steps = steps_of(self.module)
+        return self.module.training_step if steps is None else steps.original("training_step")
+
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's detached result."""
         seed = broadcast(int(torch.randint(2**62, (1,))), 0, self._group)
@@ -187,8 +195,9 @@ class PipelinedForward:
             graph, inputs = self._captured(call)
             counted = self._metrics.states()
             joint = JointStep(graph, partial(self._around, graph, call))
+            assert self._method is not None
             try:
-                graph.runner.step_flat(inputs, joint.finish)
+                self._method.run(graph, inputs, joint.finish)
             except RuntimeError:
                 # The engine would report an error of the user's step as its own.
                 if joint.failed is not None:
@@ -205,9 +214,9 @@ class PipelinedForward:
             except RuntimeError as error:
                 if not self._reasons or self.strategy.ownership.is_settled:
                     raise
-                # Report the first reason. Reasons of inner modules explain little.
+                texts = [str(self._reasons[0]), *(one.reason for one in self._reasons[1:])]
                 raise RuntimeError(
-                    f"PipelineStrategy: {self._reasons[0]} Besides, {error}"
+                    f"PipelineStrategy: {' '.join(texts)} Besides, {error}"
                 ) from error
             if self._method is None:
                 self._method = PipelinedMethod(forward_of(path), self.strategy)
@@ -221,10 +230,14 @@ class PipelinedForward:
             except NotPipelinedError as error:
                 if self.strategy.ownership.is_settled:
                     raise
-                # A module within it may work as the pipeline. All ranks reach this line.
+                # It, or a module within it, may work as the pipeline. All ranks reach this line.
+                args, kwargs = arguments
+                run = partial(self._called, *args, **kwargs)
+                if not self._reasons and self._method.sets_up(run):
+                    continue
                 self._candidates = without(self._candidates, path)
                 self._method = None
-                self._reasons.append(str(error))
+                self._reasons.append(error)
             else:
                 self._candidates = [path]
                 return found
@@ -248,7 +261,7 @@ class PipelinedForward:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
         with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(LOGS, nothing)):
-            run = partial(self.module.training_step, *call.args, **call.kwargs)
+            run = partial(self._own_step, *call.args, **call.kwargs)
             found = first_called(self.module, self._candidates, run)
         if found is None:
             raise RuntimeError(
@@ -294,8 +307,10 @@ class PipelinedForward:
 
         logs = {method: recorder(method) for method in LOGS}
         replaced = shadowed(self._called, forward=once)
+        # The step's own matmuls are numbered as before the stages ran.
+        begin_microbatch(self.module, "training_step", 0)
         with call.seeded(), shadowed(self.module, **logs), replaced:
-            result = self.module.training_step(*call.args, **call.kwargs)
+            result = self._own_step(*call.args, **call.kwargs)
         return result, logged
 
     def _replayed(
@@ -305,8 +320,8 @@ class PipelinedForward:
         if not _equal(before, given):
             raise RuntimeError(
                 f"{self._name} calls {self.called} with other arguments the second time. With "
-                "capture='forward' the step runs twice, with the same random numbers of torch. Use "
-                "those, and count calls in on_train_batch_end."
+                "capture='forward' the step runs twice, with the same torch random numbers. Draw "
+                "random numbers from torch only, and count calls in on_train_batch_end."
             )
         assert self._method is not None
         step = self._method.steps.steps[self._method.name]

@@ -24,21 +24,15 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 from typing_extensions import override
 
+from lightning_unitscale.capture import graph_nodes
 from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
 from lightning_unitscale.capture.captured_copy import export_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.copy_graphs import copy_graph_module, fake_mode_of
-from lightning_unitscale.capture.graph_nodes import (
-    MODULE,
-    NAME,
-    example_tensor,
-    returned_loss,
-    tensor_name,
-)
 from lightning_unitscale.capture.graph_nodes import call as call_of
 from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
-from lightning_unitscale.capture.passes import StepGraph
+from lightning_unitscale.capture.passes import Phase, StepGraph
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.memory.profile_step import refuse_lazy, refuse_without_forward
 from lightning_unitscale.patching import nothing, shadowed
@@ -92,15 +86,15 @@ def capture_program(
     for node in graph.nodes:
         for target in written_arguments(node):
             if roots[target].op == "placeholder":
+                name, written = map(graph_nodes.tensor_name, (node, roots[target]))
                 raise ValueError(
-                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
-                    f"{tensor_name(roots[target])}. Every stage reads its own copy of the "
-                    "arguments. Clone the argument first."
+                    f"{type(module).__name__}: {name} writes into the argument {written}. Every "
+                    "stage reads its own copy of the arguments. Clone the argument first."
                 )
     outputs: Any = graph.output_node().args[0]
     structured = tree_unflatten(list(outputs), out_spec)
     scalars = [
-        (example := example_tensor(output)) is not None
+        (example := graph_nodes.example_tensor(output)) is not None
         and example.numel() == 1
         and example.is_floating_point()
         and example.requires_grad
@@ -180,12 +174,12 @@ def returnable_method(
 def _name_by_origin(graph: fx.Graph) -> None:
     """Remove the replaced ``forward`` from module paths, and name attributes by their paths."""
     for node in graph.nodes:
-        for key in {MODULE, NAME} & node.meta.keys():
+        for key in {graph_nodes.MODULE, graph_nodes.NAME} & node.meta.keys():
             node.meta[key] = str(node.meta[key]).removeprefix("forward.")
-        if node.meta.get(MODULE) == "forward":
-            node.meta[MODULE] = ""
+        if node.meta.get(graph_nodes.MODULE) == "forward":
+            node.meta[graph_nodes.MODULE] = ""
         if node.op == "get_attr":
-            node.meta[NAME] = str(node.target)
+            node.meta[graph_nodes.NAME] = str(node.target)
 
 
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
@@ -245,7 +239,7 @@ def program_of_step(
         attributes[fqn] = tensors[fqn]
         with graph.inserting_after(placeholders[-1]):
             attribute = graph.create_node("get_attr", fqn)
-        attribute.meta.update({**node.meta, NAME: fqn})
+        attribute.meta.update({**node.meta, graph_nodes.NAME: fqn})
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)
     outputs: Any = graph.output_node().args[0]
@@ -263,7 +257,7 @@ def fill_examples(graph: fx.Graph) -> None:
     """Add fake examples to operations that a pass has inserted without one."""
     for node in graph.nodes:
         # Every captured operation has a name.
-        if not is_call(node) or {NAME, _EXAMPLE} & node.meta.keys():
+        if not is_call(node) or {graph_nodes.NAME, _EXAMPLE} & node.meta.keys():
             continue
         read = node.all_input_nodes
         if read and all(_EXAMPLE in operand.meta for operand in read):
@@ -277,7 +271,7 @@ def example_outputs(base: fx.GraphModule) -> list[Any]:
     returned: Any = base.graph.output_node().args[0]
     return [
         value
-        if (example := example_tensor(value)) is None
+        if (example := graph_nodes.example_tensor(value)) is None
         else torch.zeros(example.shape, dtype=example.dtype, device=example.device)
         for value in returned
     ]
@@ -294,12 +288,31 @@ def loss_position(
     outputs = example_outputs(call.graph.base)
     with restoring(step.owner.module, parameters=False):
         result = step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
-    loss = returned_loss(result)
+    loss = graph_nodes.returned_loss(result)
     return next((index for index, output in enumerate(outputs) if output is loss), None)
 
 
 class CalledSteps(ModuleSteps):
     """The user's own methods of a module and its submodules, captured: ``"net.forward"``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        *,
+        defer: Sequence[str] = (),
+        like: ModuleSteps | None = None,
+    ) -> None:
+        super().__init__(module, names, defer=defer)
+        self._like = like  # Steps of callbacks. These are observed whenever those are.
+        if like is not None:
+            self.rewriter = like.rewriter
+            self.passes = [one for one in like.passes if one.phase is Phase.OBSERVE]
+
+    @property
+    @override
+    def observed(self) -> bool:
+        return super().observed if self._like is None else self._like.observed
 
     @override
     def original(self, name: str) -> Callable[..., Any]:
@@ -353,6 +366,19 @@ def first_called(
         path, arguments = reached.args
         return path, arguments
     return None
+
+
+def call_first(module: nn.Module, run: Callable[[], Any]) -> None:
+    """Call the submodule that a step calls first, of those with most parameters, and nothing after.
+
+    The step logs nothing.
+    """
+    paths = [path for path in with_most_parameters(module) if path]
+    with shadowed(module, **{name: nothing for name in LOGS if hasattr(module, name)}):
+        found = first_called(module, paths, run)
+    if found is not None:
+        path, (args, kwargs) = found
+        module.get_submodule(path)(*args, **kwargs)
 
 
 def forward_of(path: str) -> str:

@@ -49,11 +49,11 @@ def refuse_unsupported(
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
     if steps is not None and trains:
-        if capture == "forward":
+        if capture == "forward" and needs_whole_step(steps):
             raise MisconfigurationException(
-                f"PipelineStrategy(capture='forward') with {_names(steps)}: they need "
-                "training_step as one graph, but only forward is captured. Use capture='auto' or "
-                "'step', or leave the callbacks out."
+                f"PipelineStrategy(capture='forward') with {_names(steps)}: rules and memory "
+                "budgets need training_step as one graph, but only forward is captured. Use "
+                "capture='auto' or 'step', or leave the rules and the budget out."
             )
         if isinstance(steps.partition_fn, StepPartitioner):
             check_schedule(steps.partition_fn.budget, schedule)
@@ -107,11 +107,16 @@ def check_schedule(budget: Budget, schedule: Schedule) -> None:
         )
 
 
+def needs_whole_step(steps: ModuleSteps) -> bool:
+    """Check whether callbacks rewrite the whole step. Others only scale or watch what runs."""
+    return steps.changes_function or steps.partition_fn is not None
+
+
 def not_one_graph(steps: ModuleSteps, reason: Exception) -> MisconfigurationException:
     """Return the error for an uncuttable step that callbacks need as a whole."""
     return MisconfigurationException(
-        f"PipelineStrategy with {_names(steps)}: the callbacks need the whole step, which cannot "
-        f"be cut: {reason}"
+        f"PipelineStrategy with {_names(steps)}: rules and memory budgets need the whole step, "
+        f"which cannot be cut: {reason}"
     )
 
 
@@ -130,9 +135,9 @@ def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
     ]
     if others := differing_ranks(hashlib.sha256(repr(stages).encode()).hexdigest(), group):
         raise RuntimeError(
-            f"rank(s) {others} of the pipeline have different stages from the first. All ranks "
-            "need the same code, versions and Python state. Keep code that depends on the rank "
-            "out of the step, or mark the cuts with pipe_split() or split={path: "
+            f"the stages of rank(s) {others} differ from those of the pipeline's first rank. All "
+            "ranks need the same code, versions and Python state. Keep code that depends on the "
+            "rank out of the step, or mark the cuts with pipe_split() or split={path: "
             "SplitPoint.BEGINNING}."
         )
 

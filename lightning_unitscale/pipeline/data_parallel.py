@@ -66,9 +66,9 @@ class Replicas:
         if any(other != digest for other, _ in rows):
             raise RuntimeError(
                 f"the pipelines are cut in different places: this rank has the parameters "
-                f"{list(parameters)[:3]}... here and others in another pipeline. Keep Python state "
-                "and shapes that differ between the pipelines out of the step, or mark the cuts "
-                "with pipe_split() or split={path: SplitPoint.BEGINNING}."
+                f"{list(parameters)[:3]}... here, and another pipeline has others there. Keep "
+                "Python state and shapes that differ between the pipelines out of the step, or "
+                "mark the cuts with pipe_split() or split={path: SplitPoint.BEGINNING}."
             )
         any_has = map(any, zip(*(flags for _, flags in rows), strict=True))
         return dict(itertools.compress(parameters.items(), any_has))

@@ -21,19 +21,13 @@ import torch
 from torch import Tensor, fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from lightning_unitscale.capture import graph_nodes
 from lightning_unitscale.capture.aliasing import (
     aliased_by_mutation,
     memory_roots,
     written_arguments,
 )
 from lightning_unitscale.capture.copy_graphs import autocast_dtypes
-from lightning_unitscale.capture.graph_nodes import (
-    MODULE,
-    TRANSFORMED,
-    op_name,
-    tensor_name,
-    tensors_in,
-)
 from lightning_unitscale.pipeline.program import TensorInfo
 
 
@@ -139,9 +133,10 @@ def find_reads(
     taken_by_stage, spans_of = _find_flow(graph_module, stages, num_stages)
     for node in spans_of:
         if not isinstance(node.meta.get("example_value"), Tensor):
+            name, op = graph_nodes.tensor_name(node), graph_nodes.op_name(node)
             raise RuntimeError(
-                f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is needed after a cut, but it "
-                f"is not a tensor ({op_name(node)}). Only tensors can be sent. Move the cut."
+                f"{name} of {node.meta.get(graph_nodes.MODULE)!r} is needed after a cut, but it is "
+                f"not a tensor ({op}). Only tensors can be sent. Move the cut."
             )
     roots = memory_roots(graph)
     spans = [(node, *spans_of[node]) for node in graph.nodes if node in spans_of]
@@ -245,7 +240,7 @@ def _reached(flow: nx.DiGraph, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
 def _differentiable(node: fx.Node) -> bool:
     if node.op == "placeholder" and "example_value" not in node.meta:
         return False
-    tensors = tensors_in(node.meta.get("example_value"))
+    tensors = graph_nodes.tensors_in(node.meta.get("example_value"))
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
@@ -292,9 +287,9 @@ def find_recomputable(graph_module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    if node.op not in {"call_function", "call_method"} or node.meta.get(TRANSFORMED):
+    if node.op not in {"call_function", "call_method"} or node.meta.get(graph_nodes.TRANSFORMED):
         return False
     example = node.meta.get("example_value")
     if isinstance(example, Tensor) and example.requires_grad:
         return False
-    return node.target is operator.getitem or op_name(node) in _CHEAP
+    return node.target is operator.getitem or graph_nodes.op_name(node) in _CHEAP

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tabulate import tabulate
@@ -13,31 +14,13 @@ from torch import nn
 from lightning_unitscale.capture.dynamo_capture import unmarked
 from lightning_unitscale.capture.graph_nodes import ELSEWHERE, MODULE
 from lightning_unitscale.capture.graph_variants import GraphCall, NotOneGraphError
-from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.capture.rollback import restoring, set_up_by
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import COSTS
 from lightning_unitscale.patching import nothing, shadowed
-from lightning_unitscale.pipeline.balance import (
-    balanced_split,
-    device_type_of,
-    note_costs,
-    seconds_of,
-    sending_rate,
-)
-from lightning_unitscale.pipeline.captured_program import (
-    LOGS,
-    CalledSteps,
-    as_attribute,
-    first_called,
-    forward_of,
-    loss_position,
-    program_of_step,
-    static_shapes,
-    with_most_parameters,
-    without,
-)
+from lightning_unitscale.pipeline import balance, captured_program
 from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
 from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
 from lightning_unitscale.pipeline.program import split_evenly
@@ -51,7 +34,7 @@ class StageCosts:
 
     # Path of the module with the stage's first operation.
     first_module: str
-    # Estimates for one CPU core, or for a data-centre GPU.
+    # Estimates for one CPU core, or for a data-center GPU.
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int
@@ -139,7 +122,7 @@ def explain_pipeline(
         >>> [one.parameter_bytes for one in plan.stages]
         [33280, 33280]
     """
-    policy = balanced_split(num_stages, num_microbatches=num_microbatches)
+    policy = balance.balanced_split(num_stages, num_microbatches=num_microbatches)
     if isinstance(batch, Mapping):
         pipe = pipeline(module, (), batch, split_policy=policy)
     else:
@@ -152,19 +135,19 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
     """Estimate the costs of a pipeline's stages and of a step under 1F1B."""
     count = 2 * pipe.num_stages if num_microbatches is None else num_microbatches
     SCHEDULES["1F1B"].check(pipe.num_stages, pipe.num_stages, count)
-    device = device_type_of(module)
+    device = balance.device_type_of(module)
     model = default_cost_model(device)
     stages = tuple(_costs(stage, model, count) for stage in pipe.stages)
     seconds = [costs.forward_seconds + costs.backward_seconds for costs in stages]
     mean = sum(seconds) / len(seconds)
     operations = [
-        sum(seconds_of(node.meta[COSTS], model))
+        sum(balance.seconds_of(node.meta[COSTS], model))
         for stage in pipe.stages
         for node in stage.graph.nodes
         if COSTS in node.meta
     ]
     # A transfer takes time on both sides.
-    rate, edges = sending_rate(device), list(zip([None, *stages], stages, strict=False))
+    rate, edges = balance.sending_rate(device), list(zip([None, *stages], stages, strict=False))
     forward = [
         own.forward_seconds + (own.sent_bytes + (before.sent_bytes if before else 0)) / rate
         for before, own in edges
@@ -187,7 +170,7 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
 def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> StageCosts:
     info = stage.info
     nodes = [node.meta[COSTS] for node in stage.graph.nodes if COSTS in node.meta]
-    directions = [seconds_of(node_costs, model) for node_costs in nodes]
+    directions = [balance.seconds_of(node_costs, model) for node_costs in nodes]
     saved = sum(node_costs.saved_bytes for node_costs in nodes)
     in_flight = SCHEDULES["1F1B"].num_in_flight(info.index, info.num_stages, num_microbatches)
     assert in_flight is not None
@@ -237,31 +220,37 @@ def explain_step(
             graph.
         RuntimeError: If the step returns no loss.
     """
-    policy = balanced_split(num_stages, num_microbatches=num_microbatches)
+    policy = balance.balanced_split(num_stages, num_microbatches=num_microbatches)
     count = 2 * num_stages if num_microbatches is None else num_microbatches
     # The error names the argument that the user has set.
     default = f"num_stages={num_stages}: num_microbatches is twice as many by default, and"
     part = split_evenly(batch, count, default if num_microbatches is None else "")[0]
-    step = CalledSteps(module, (method,), defer=LOGS).steps[method]
+    steps = captured_program.CalledSteps(module, (method,), defer=captured_program.LOGS)
+    step = steps.steps[method]
     only, loss = "", None
-    with static_shapes(), unmarked(module), context():
+    with captured_program.static_shapes(), unmarked(module), context():
+        run = partial(step.__wrapped__, part, *args, **kwargs)
         try:
-            call = step.graph_call(part, *args, **kwargs)
-            loss = loss_position(step, call, (part, *args), kwargs)
+            try:
+                call = step.graph_call(part, *args, **kwargs)
+            except NotOneGraphError:
+                if not set_up_by(lambda: captured_program.call_first(module, run), module):
+                    raise
+                steps.reset()
+                call = step.graph_call(part, *args, **kwargs)
+            loss = captured_program.loss_position(step, call, (part, *args), kwargs)
         except NotOneGraphError as error:
             title = f"{type(module).__name__}.{method}"
             failure = CaptureError.of(title, error.reasons, manner=" as one graph")
-            call, called = _of_called(
-                module, failure, lambda: step.__wrapped__(part, *args, **kwargs)
-            )
+            call, called = _of_called(module, failure, run)
             only = (
                 f"{title} is not one graph ({error}): only {called} runs as the pipeline, and the "
                 "step around it"
             )
-    program = program_of_step(call, module, loss).program
+    program = captured_program.program_of_step(call, module, loss).program
     if num_marks(program):
         program.graph_module.meta[LOSS] = program.loss
-        note_costs(program.graph_module)
+        balance.note_costs(program.graph_module)
     else:
         cut_by(program, policy)
     return replace(plan_of(build_pipe(program, module), module, num_microbatches), only=only)
@@ -271,16 +260,17 @@ def _of_called(
     module: nn.Module, failure: CaptureError, run: Callable[[], Any]
 ) -> tuple[GraphCall, str]:
     """Return the graph and the name of the module that a step calls for a microbatch."""
-    paths = with_most_parameters(module)
-    logs = {name: nothing for name in LOGS if hasattr(module, name)}
+    paths = captured_program.with_most_parameters(module)
+    logs = {name: nothing for name in captured_program.LOGS if hasattr(module, name)}
     while True:
         with restoring(module, parameters=False), shadowed(module, **logs):
-            found = first_called(module, paths, run)
+            found = captured_program.first_called(module, paths, run)
         if found is None:
             raise failure
         path, (args, kwargs) = found
-        step = CalledSteps(module, (forward_of(path),)).steps[forward_of(path)]
+        name = captured_program.forward_of(path)
+        step = captured_program.CalledSteps(module, (name,)).steps[name]
         try:
-            return step.graph_call(*args, **kwargs), as_attribute(path)
+            return step.graph_call(*args, **kwargs), captured_program.as_attribute(path)
         except NotOneGraphError:
-            paths = without(paths, path)
+            paths = captured_program.without(paths, path)

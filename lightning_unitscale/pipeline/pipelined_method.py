@@ -1,4 +1,4 @@
-"""Run a module's method as a pipeline. Every rank captures its graph and cuts it alike.
+"""Run a module's method as a pipeline. Every rank captures and cuts the same graph.
 
 :class:`PipelinedStep` runs ``training_step`` with its loss. :class:`PipelinedEvaluation` runs a
 step without gradients.
@@ -32,21 +32,14 @@ from lightning_unitscale.capture.graph_variants import (
     NotOneGraphError,
 )
 from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.rollback import set_up_by
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
+from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.memory.remat_module import StepPartitioner
 from lightning_unitscale.patching import nothing
+from lightning_unitscale.pipeline import captured_program
 from lightning_unitscale.pipeline.batch_rules import Fact
 from lightning_unitscale.pipeline.batchwise import compare_graphs
-from lightning_unitscale.pipeline.captured_program import (
-    LOGS,
-    Arguments,
-    CalledSteps,
-    StepProgram,
-    example_outputs,
-    loss_position,
-    program_of_step,
-    static_shapes,
-)
 from lightning_unitscale.pipeline.checks import check_same_cuts
 from lightning_unitscale.pipeline.cuts import cut_by, num_marks
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
@@ -63,7 +56,11 @@ _MAX_ALIKE = 4
 
 
 class NotPipelinedError(RuntimeError):
-    """An error: a method cannot run as a pipeline. None of it has run."""
+    """Raised before a method runs, if it cannot run as a pipeline."""
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(f"{reason} {advice}".rstrip())
+        self.reason = reason
 
 
 @dataclass
@@ -76,7 +73,7 @@ class PipelinedGraph:
     whole: GraphVariants
     # Values of the whole batch for the stages, with several microbatches.
     batch: WholeBatch | None
-    step: StepProgram
+    step: captured_program.StepProgram
     runner: PipelineRunner
     # The stages with the probes of all passes, after an observed step.
     observed: ObservedStages | None = None
@@ -89,7 +86,7 @@ class PipelinedGraph:
 
     def shared_results(self, outputs: Sequence[Any] | None, count: int) -> list[Any]:
         """Return the joined results of ``count`` microbatches on all ranks, which all log."""
-        values = self.joined(outputs or [example_outputs(self.graph.base)] * count)
+        values = self.joined(outputs or [captured_program.example_outputs(self.graph.base)] * count)
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
                 values[index] = value.contiguous()
@@ -128,16 +125,28 @@ class PipelinedMethod:
         self.module = module = strategy.own_module
         self.name = name
         self.strategy = strategy
+        self._is_set_up = False
         # By the graph, the number of rewrites by its passes, and the graph of the whole batch.
         self._pipelines: dict[tuple[int, int, int], PipelinedGraph] = {}
         # The captured method, with the callbacks' passes over its graphs unless ``plain``.
-        steps = steps_of(module)
-        if steps is None or name not in steps.steps or plain:
-            steps = CalledSteps(module, (name,), defer=defer)
+        steps = None if plain else steps_of(module)
+        if steps is None or name not in steps.steps:
+            steps = captured_program.CalledSteps(module, (name,), defer=defer, like=steps)
         self.steps = steps
 
+    def sets_up(self, call: Callable[[], object]) -> bool:
+        """Make the first call of a module uncaptured, and return whether it set anything up."""
+        if self._is_set_up:
+            return False
+        self._is_set_up = True
+        # The session around neither scales nor counts its matmuls.
+        if not set_up_by(lambda: run_inside(call), self.module):
+            return False
+        self.steps.reset()
+        return True
+
     def graph_calls(
-        self, parts: Sequence[Arguments], whole: Arguments
+        self, parts: Sequence[captured_program.Arguments], whole: captured_program.Arguments
     ) -> tuple[list[GraphCall], GraphCall]:
         """Return the calls of the method's one graph, for the microbatches and for the batch."""
         # No part of the method has run yet.
@@ -146,14 +155,15 @@ class PipelinedMethod:
             for args, kwargs in parts:
                 calls.append(step.graph_call(*args, **kwargs))
                 if calls[-1].graph is not calls[0].graph:
-                    raise NotOneGraphError("it is another one for the next microbatch")
+                    raise NotOneGraphError("the next microbatch has a different graph")
             args, kwargs = whole
             return calls, calls[0] if len(calls) == 1 else step.graph_call(*args, **kwargs)
         except NotOneGraphError as error:
             raise NotPipelinedError(
                 f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
-                f"({error}). A pipeline is cut from one graph of tensor operations. Keep branches "
-                "on values, counters, printing and third-party calls out of it."
+                f"({error}).",
+                "A pipeline is cut from one graph of tensor operations. Keep branches on values, "
+                "counters, printing and third-party calls out of it.",
             ) from None
 
     def pipelined(
@@ -174,10 +184,11 @@ class PipelinedMethod:
                 batch = WholeBatch(compare_graphs(call, whole, len(calls)))
                 if is_exact and (reason := batch.why_not(call, position)):
                     raise NotPipelinedError(
-                        f"{type(self.module).__name__}.{self.name} does not give the loss of the "
-                        f"batch by microbatches: {reason}. The loss has to consist of sums and "
-                        "means over samples or tokens. Otherwise compute it in training_step, from "
-                        "the result of one module (capture='forward')."
+                        f"{type(self.module).__name__}.{self.name}: the loss of the batch cannot "
+                        f"be computed from microbatches: {reason}.",
+                        "The loss has to consist of sums and means over samples or tokens. "
+                        "Otherwise compute it in training_step, from the result of one module "
+                        "(capture='forward').",
                     )
             self._pipelines[key] = self._cut(call, whole, position, batch)
         graph = self._pipelines[key]
@@ -189,7 +200,9 @@ class PipelinedMethod:
     def _cut(
         self, call: GraphCall, whole: GraphCall, loss: int | None, batch: WholeBatch | None
     ) -> PipelinedGraph:
-        step = program_of_step(call, self.module, loss, batch.rewrite if batch else nothing)
+        step = captured_program.program_of_step(
+            call, self.module, loss, batch.rewrite if batch else nothing
+        )
         strategy, ownership = self.strategy, self.strategy.ownership
         replicas, group = strategy.grid.replicas, strategy.grid.pipeline
         is_first = not ownership.is_settled
@@ -216,6 +229,24 @@ class PipelinedMethod:
         runner.shared = SharedGradients(owned, ownership.replicas(), group)
         return PipelinedGraph(call.graph, whole.graph, batch, step, runner)
 
+    def run(
+        self,
+        graph: PipelinedGraph,
+        inputs: list[list[Any]],
+        finish: Callable[..., Any] | None = None,
+        planned: Replaced | None = None,
+    ) -> list[Any] | None:
+        """Run forward and backward of all microbatches, with probes in an observed step."""
+        if not self.steps.observed:
+            return graph.runner.step_flat(inputs, finish, replaced=planned)
+        graph.observed = observed = graph.observed or ObservedStages(
+            graph.runner, graph.step.step_graph, self.steps.passes, self.strategy.ownership.rank_of
+        )
+        observed.begin()
+        outputs = graph.runner.step_flat(inputs, finish, replaced=observed.run)
+        observed.finish()
+        return outputs
+
 
 class PipelinedStep(PipelinedMethod):
     """A ``training_step`` whose graph runs on several ranks."""
@@ -223,7 +254,7 @@ class PipelinedStep(PipelinedMethod):
     def __init__(
         self, strategy: GridStrategy, cut_context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        super().__init__(_NAME, strategy, defer=LOGS)
+        super().__init__(_NAME, strategy, defer=captured_program.LOGS)
         self._cut_context = cut_context
         self.steps.attach(type(self).__name__)
 
@@ -231,19 +262,30 @@ class PipelinedStep(PipelinedMethod):
         """Restore the module's own step. Idempotent."""
         self.steps.detach(type(self).__name__)
 
+    def set_up(self, batch: Any, *args: Any, **kwargs: Any) -> bool:
+        """Make the first call of the module that the step calls, for a step that is not one graph.
+
+        Return whether that set anything up, so that the step may be one graph now.
+        """
+        if self.strategy.ownership.is_settled:
+            return False
+        part = split_evenly(batch, self.strategy.num_microbatches)[0]
+        run = partial(self.steps.steps[_NAME].__wrapped__, part, *args, **kwargs)
+        return self.sets_up(partial(captured_program.call_first, self.module, run))
+
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's result for it."""
         step = self.steps.steps[_NAME]
         parts = split_evenly(batch, self.strategy.num_microbatches)
         # Here and in the parts of a batch, a tensor that occurs twice becomes two inputs.
         (batch,) = split_evenly(batch, 1)
-        with static_shapes():
+        with captured_program.static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )
 
             def loss() -> int:
-                position = loss_position(step, calls[0], (parts[0], *args), kwargs)
+                position = captured_program.loss_position(step, calls[0], (parts[0], *args), kwargs)
                 if position is None:
                     raise RuntimeError(
                         f"{type(self.module).__name__}.{_NAME} returns no result of its captured "
@@ -258,25 +300,12 @@ class PipelinedStep(PipelinedMethod):
             # Before any memory is freed: a refused budget leaves the module as it is.
             planned = self._planned(graph, inputs[0])
             with self._cut_context():
-                outputs = self._run(graph, inputs, planned)
+                outputs = self.run(graph, inputs, planned=planned)
                 step.interpreter = graph.replaying(graph.shared_results(outputs, len(parts)))
                 try:
                     return step(batch, *args, **kwargs)
                 finally:
                     step.interpreter = None
-
-    def _run(
-        self, graph: PipelinedGraph, inputs: list[list[Any]], planned: Replaced
-    ) -> list[Any] | None:
-        if not self.steps.observed:
-            return graph.runner.step_flat(inputs, replaced=planned)
-        graph.observed = observed = graph.observed or ObservedStages(
-            graph.runner, graph.step.step_graph, self.steps.passes, self.strategy.ownership.rank_of
-        )
-        observed.begin()
-        outputs = graph.runner.step_flat(inputs, replaced=observed.run)
-        observed.finish()
-        return outputs
 
     def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Replaced:
         """Return the stages within the memory budget, none without a budget."""
@@ -290,7 +319,7 @@ class PipelinedEvaluation(PipelinedMethod):
 
     def __init__(self, name: str, strategy: GridStrategy, num_microbatches: int) -> None:
         # Plain: a step that callbacks rewrite into another function does not run as a pipeline.
-        super().__init__(name, strategy, defer=LOGS, plain=True)
+        super().__init__(name, strategy, defer=captured_program.LOGS, plain=True)
         self._num_microbatches = num_microbatches
         # By the shapes of the inputs.
         self._graphs_for: dict[tuple[torch.Size, ...], dict[int, GraphVariants]] = {}
@@ -301,7 +330,7 @@ class PipelinedEvaluation(PipelinedMethod):
         parts = [batch] if count == 1 else split_evenly(batch, count)
         if count > 1:
             (batch,) = split_evenly(batch, 1)
-        with static_shapes():
+        with captured_program.static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )
@@ -312,7 +341,7 @@ class PipelinedEvaluation(PipelinedMethod):
                 raise NotPipelinedError(
                     f"{type(self.module).__name__}.{self.name} was captured as {len(graphs)} "
                     "graphs for batches of one size. A pipeline needs one. Keep counters of calls "
-                    "out of it"
+                    "out of it."
                 )
             try:
                 graph = self.pipelined(calls, whole, is_exact=False)

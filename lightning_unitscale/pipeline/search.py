@@ -191,7 +191,7 @@ def _settled(
 
 
 def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], index: int) -> int:
-    """Return the best position of one cut between its two neighbours."""
+    """Return the best position of one cut between its two neighbors."""
     free = np.arange(ends[index - 1] + 1, ends[index + 1])
     loads = _loads(stage_costs, ranks, ends, (index - 1, index))[:, None].repeat(len(free), axis=1)
     loads[ranks[index - 1]] += stage_costs[index - 1][ends[index - 1], free]

@@ -17,17 +17,8 @@ from lightning_unitscale.capture.copy_graphs import compiled_forward
 from lightning_unitscale.capture.executors import execute_with
 from lightning_unitscale.capture.graph_nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.memory.profile_step import COSTS
+from lightning_unitscale.pipeline import dataflow
 from lightning_unitscale.pipeline.cuts import assign_stages, is_mark
-from lightning_unitscale.pipeline.dataflow import (
-    StageReads,
-    can_have_gradient,
-    close,
-    find_gradients,
-    find_reads,
-    is_switch,
-    open_switches,
-    respect_callers_grad_mode,
-)
 from lightning_unitscale.pipeline.program import Program, TensorInfo
 
 
@@ -200,10 +191,10 @@ def build_stages(program: Program, persistent: Container[str]) -> list[StageModu
     """Cut a program at its marks."""
     graph_module = program.graph_module
     stages, num_stages = assign_stages(graph_module)
-    reads = find_reads(graph_module, stages, num_stages)
+    reads = dataflow.find_reads(graph_module, stages, num_stages)
     loss = program.outputs[program.loss] if program.loss is not None else None
-    gradients = find_gradients(graph_module, loss)
-    opened = open_switches(graph_module.graph)
+    gradients = dataflow.find_gradients(graph_module, loss)
+    opened = dataflow.open_switches(graph_module.graph)
     # The regions that extend over the edges of the stages.
     edges = [opened[stage_reads.operations[0]] for stage_reads in reads]
     edges.append(opened[graph_module.graph.output_node()])
@@ -222,7 +213,7 @@ def build_stages(program: Program, persistent: Container[str]) -> list[StageModu
 
 def _stage_graph(
     program: Program,
-    reads: StageReads,
+    reads: dataflow.StageReads,
     entered: Sequence[fx.Node],
     left: Sequence[fx.Node],
     *,
@@ -250,14 +241,14 @@ def _stage_graph(
     for node in reads.recomputed:
         new[node].meta[ELSEWHERE] = True
     for switch in reversed(left):
-        close(graph, new[switch])
+        dataflow.close(graph, new[switch])
     outputs: Any
     if is_last:
         outputs = fx.map_arg(program.outputs, new.__getitem__)
     else:
         outputs = tuple(_sent(graph, new[node], node.meta["example_value"]) for node in reads.sent)
     graph.output(outputs)
-    respect_callers_grad_mode(graph)
+    dataflow.respect_callers_grad_mode(graph)
     graph.lint()
     return graph
 
@@ -272,7 +263,11 @@ def _sent(graph: fx.Graph, value: fx.Node, example: Tensor) -> fx.Node:
 
 
 def _info(
-    program: Program, reads: StageReads, gradients: frozenset[fx.Node], index: int, num_stages: int
+    program: Program,
+    reads: dataflow.StageReads,
+    gradients: frozenset[fx.Node],
+    index: int,
+    num_stages: int,
 ) -> StageInfo:
     graph_module = program.graph_module
     names = {str(node.target) for node in reads.attributes}
@@ -285,7 +280,7 @@ def _info(
         example = node.meta["example_value"]
         order = _memory_order(example) or range(example.ndim)
         sent = torch.empty([example.shape[d] for d in order], dtype=example.dtype, device="meta")
-        feeds_loss = can_have_gradient(example) and node in gradients
+        feeds_loss = dataflow.can_have_gradient(example) and node in gradients
         return Passed(tensor_name(node), TensorInfo.of(sent), feeds_loss)
 
     return StageInfo(
@@ -299,7 +294,7 @@ def _info(
         buffers=tuple(sorted(names & buffers.keys())),
         written=tuple(sorted(reads.written & buffers.keys())),
         recomputed=tuple(map(tensor_name, reads.recomputed)),
-        num_operations=sum(not is_switch(node) for node in reads.operations),
+        num_operations=sum(not dataflow.is_switch(node) for node in reads.operations),
     )
 
 

@@ -34,7 +34,6 @@ from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.loops.ranks import failing_together, gathered_on
 from lightning_unitscale.memory.budgets import Budget, limit_of
 from lightning_unitscale.memory.partitioner import RematPartitioner
-from lightning_unitscale.memory.plan_report import RematReport
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.profile_report import format_bytes
@@ -43,7 +42,7 @@ from lightning_unitscale.memory.real_memory import (
     optimizer_state_bytes,
     storage_bytes,
 )
-from lightning_unitscale.memory.remat_plan import RematPlan
+from lightning_unitscale.memory.remat_plan import RematPlan, RematReport
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
 from lightning_unitscale.pipeline.stage import StageModule
@@ -207,10 +206,7 @@ class StagePartitioner(RematPartitioner):
 
 
 def remat_stages(
-    runner: PipelineRunner,
-    microbatch: Sequence[Any],
-    steps: ModuleSteps,
-    strategy: GridStrategy,
+    runner: PipelineRunner, microbatch: Sequence[Any], steps: ModuleSteps, strategy: GridStrategy
 ) -> Replaced:
     """Plan a rank's stages, and return functions that replace them. Every rank calls it."""
     partitioner, num_microbatches = steps.partition_fn, runner.num_microbatches

@@ -33,6 +33,7 @@ from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.called_module import PipelinedForward
 from lightning_unitscale.pipeline.checks import (
     check_equal,
+    needs_whole_step,
     not_one_graph,
     refuse_optimizers,
     refuse_unsupported,
@@ -67,7 +68,8 @@ class PipelineStrategy(SavingStrategy):
         capture: ``"step"`` runs ``training_step`` with its loss as a pipeline. ``"forward"`` runs
             the module that it calls (``self(...)``, or a submodule with most parameters). The rank
             of the last stage then runs the step once on the outputs of all microbatches. ``"auto"``
-            tries ``"step"``, and otherwise uses ``"forward"`` with the reason in a warning.
+            tries ``"step"``, and otherwise uses ``"forward"`` with the reason in a warning. Rules
+            and memory budgets need ``"step"``.
         free_unowned: Whether a rank frees parameters of other ranks' stages, with their gradients
             and optimizer state, after the first step is cut. They return for a checkpoint (on the
             first rank), for a whole validation while it runs, and at the end of the training. They
@@ -270,14 +272,16 @@ class PipelineStrategy(SavingStrategy):
                 with self._plain_parameters():
                     return self._step(*args, **kwargs)
             except NotPipelinedError as error:
-                if self.capture == "step":
-                    raise
                 reason = error
+            if self._step.set_up(*args, **kwargs):
+                return self._run_pipelined(*args, **kwargs)
+            if self.capture == "step":
+                raise reason
             # All ranks reach this line, since they captured the same step for the same batch.
             module = self.own_module
             self._step.detach()
             steps = steps_of(module)
-            if steps is not None:
+            if steps is not None and needs_whole_step(steps):
                 raise not_one_graph(steps, reason) from reason
             rank_zero_warn(
                 "PipelineStrategy: from here on, only the module that the step calls runs as a "

@@ -33,11 +33,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unitscale.matmuls.block_rounding import is_parameter
-from lightning_unitscale.matmuls.computations import (
-    Computation,
-    computations_of,
-    computed_operands,
-)
+from lightning_unitscale.matmuls.computations import Computation, computations_of, computed_operands
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
@@ -151,7 +147,7 @@ def _signs(count: int, device: torch.device) -> Tensor:
 
 
 def sketch(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a few numbers, linear in the tensors, whose distances are theirs on average."""
+    """Return a few linear functions of the tensors. On average they keep the distances."""
     sketches = []
     for tensor in tensors:
         flat = tensor.detach().float().reshape(-1)
@@ -297,7 +293,7 @@ class TangentPass:
 
     formats: Mapping[str, SimulatedMatmuls]
     moved: Sequence[dict[tuple[str, int], Tensor]]  # operands at other parameters
-    step: float  # by which the parameters were moved
+    step: float  # how far the parameters were moved
     measures_added: bool = False
     products: Numbers = field(default_factory=dict)  # <d, J r> by direction, format and key
     added: Numbers = field(default_factory=dict)  # energies of errors, by format and key

@@ -22,12 +22,7 @@ from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.capture.side_effects import optimizes_itself
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
-from lightning_unitscale.matmuls.matmul_formats import (
-    FP8Linears,
-    Grid,
-    SimulateFormat,
-    format_pair,
-)
+from lightning_unitscale.matmuls.matmul_formats import FP8Linears, Grid, SimulateFormat, format_pair
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
@@ -41,9 +36,10 @@ from lightning_unitscale.precision.ledger import (
     energy,
     relative,
 )
-from lightning_unitscale.precision.measured_step import Effort, MeasuredStep
-from lightning_unitscale.precision.predicted_damage import (
+from lightning_unitscale.precision.measured_step import (
     FEWEST_PAIRS,
+    Effort,
+    MeasuredStep,
     gradient_products,
     large_estimates,
     loss_damage,

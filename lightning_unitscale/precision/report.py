@@ -11,12 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from lightning_unitscale.matmuls.computations import (
-    EXEMPT,
-    Computation,
-    Exemption,
-    Exemptions,
-)
+from lightning_unitscale.matmuls.computations import EXEMPT, Computation, Exemption, Exemptions
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 
 _HEADERS = ("matmul", "computation", "format", "damage", "FLOPs", "adds", "inherits",
@@ -130,8 +125,7 @@ class PrecisionReport:
         if measured is not None and measured > 0.0 and parts > 0.0:
             falls *= measured / parts
         return Together(
-            falls,
-            self.together[word].gradient_error * (1.0 - math.sqrt(share)) if squares else 0.0,
+            falls, self.together[word].gradient_error * (1.0 - math.sqrt(share)) if squares else 0.0
         )
 
     def remainder(self, format: str | None = None) -> Together:
@@ -188,7 +182,7 @@ class PrecisionReport:
         }
 
     def table(self, limit: int | None = None) -> str:
-        """Return a table, a kind of damage after the other, with the most damage first."""
+        """Return a table for each kind of damage, with the most damage first."""
         parts = []
         for is_forward, title in _KINDS:
             cells = [self._cells(row) for row in self._by_damage(is_forward)[:limit]]

@@ -90,7 +90,7 @@ def plan_step(
     raise CaptureError.by_rules(
         step.title,
         reason,
-        "Rules need a step that is captured alike each time",
+        "Rules need a step whose graphs are the same in every call",
         "Keep counters, random Python choices and branches on the size of activations out of it",
     )
 

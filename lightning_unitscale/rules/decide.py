@@ -235,7 +235,7 @@ class Decider:
         return _decision(node, origin, reason, arguments=arguments)
 
     def _adds_data(self, matmul: MatmulNode) -> bool:
-        if not any(op in op_name(matmul.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):
+        if "add" not in op_name(matmul.node):  # as in addmm and baddbmm
             return False
         return any(self.flow.parameter_of(addend.node) is None for addend in matmul.addends)
 

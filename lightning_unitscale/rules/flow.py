@@ -24,27 +24,21 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.passes import StepGraph
-from lightning_unitscale.functional.rules import (
-    ScaleRule,
-    hint_of,
-    numel_of,
-    rule_of_function,
-    rule_of_method,
-)
+from lightning_unitscale.functional import rules
 from lightning_unitscale.matmuls.measured_operands import root_mean_square
 
 # Names in a captured graph that differ from the public ones.
 _ALIASES = {"attention_matmul": torch.matmul, "safe_softmax": torch.softmax}
 
 
-def rule_of(node: fx.Node) -> ScaleRule | None:
+def rule_of(node: fx.Node) -> rules.ScaleRule | None:
     """Return the scale rule of an operation, in whichever form it is called."""
     if node.op == "call_method":
-        return rule_of_method(str(node.target))
+        return rules.rule_of_method(str(node.target))
     if node.op != "call_function":
         return None
     alias = _ALIASES.get(op_name(node))
-    return rule_of_function(node.target if alias is None else alias)
+    return rules.rule_of_function(node.target if alias is None else alias)
 
 
 _MADE_RMS = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "zero": 0.0}
@@ -171,7 +165,7 @@ def may_be_float(node: fx.Node) -> bool:
 def numel(node: fx.Node) -> int:
     """Return the number of elements of a node's example, or 0 if it is not a tensor."""
     tensor = example_tensor(node)
-    return 0 if tensor is None else int(numel_of(tensor))
+    return 0 if tensor is None else int(rules.numel_of(tensor))
 
 
 def example_of(argument: Any) -> Any:
@@ -179,7 +173,7 @@ def example_of(argument: Any) -> Any:
     # Dynamo makes a number a graph input if it had another value in an earlier capture of the code,
     # as the probability of dropout in an earlier module.
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
-    return hint_of(value) if isinstance(value, torch.SymFloat) else value
+    return rules.hint_of(value) if isinstance(value, torch.SymFloat) else value
 
 
 def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:

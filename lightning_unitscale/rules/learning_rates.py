@@ -258,11 +258,11 @@ class Family(enum.Enum):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Scaling behaviour of one optimizer."""
+    """Scaling behavior of one optimizer."""
 
     family: Family = Family.SCALE_INVARIANT
     adds_decay: bool = False  # to the gradient, unless a group sets it
-    is_known_by_name: bool = False  # any implementation of that name has this behaviour
+    is_known_by_name: bool = False  # any implementation of that name has this behavior
 
 
 ALGORITHMS = {

@@ -87,7 +87,7 @@ def _without_frame(name: str) -> str:
 
 
 def _are_alike(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
-    """Check whether two operations may read the same tensors, of which inputs have no name."""
+    """Check whether two operations may read the same tensors. Inputs have no names."""
     return len(first) == len(second) and all(
         not one or not other or _without_frame(one) == _without_frame(other)
         for one, other in zip(first, second, strict=True)
@@ -139,7 +139,7 @@ class RulePlan(Mapping[str, Decision]):
         if any(one.factors != found[0].factors for one in found):
             raise CaptureError.by_rules(
                 step,
-                f"a graph break cuts it anew, and {base} may be any of {len(found)} operations",
+                f"a graph break has moved, and {base} may be any of {len(found)} operations",
                 "Each has its own factors",
                 "Keep what breaks the graph out of the step",
             )

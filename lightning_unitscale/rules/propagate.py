@@ -219,7 +219,7 @@ HANDS_ON = "passes its tensor on"
 
 
 def _kept_by_dropout(node: fx.Node) -> float:
-    """Return the root of dropout's kept share, by which the survivors are scaled up."""
+    """Return the square root of the share that dropout keeps; 1 for other operations."""
     if "dropout" not in op_name(node):
         return 1.0
     rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)

@@ -82,7 +82,7 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
 def _is_interpolation(
     flow: Flow, operands: tuple[tuple[Path, fx.Node], tuple[Path, fx.Node]]
 ) -> bool:
-    """Check whether a gate moves one tensor towards another: ``h + z * (n - h)``."""
+    """Check whether a gate moves one tensor toward another: ``h + z * (n - h)``."""
     (_, first), (_, second) = operands
     for skip, step in ((first, second), (second, first)):
         gated = flow.root(step)

@@ -14,21 +14,10 @@ from torch import Tensor, fx, nn
 from typing_extensions import override
 
 from lightning_unitscale.arguments import nearest, shown
+from lightning_unitscale.capture import graph_nodes
 from lightning_unitscale.capture.aliasing import aliased_by_mutation
 from lightning_unitscale.capture.breaks import graph_breaks_since, joined_reasons
 from lightning_unitscale.capture.graph_matmuls import matmul_of
-from lightning_unitscale.capture.graph_nodes import (
-    INTERNAL,
-    MODULE,
-    NAME,
-    argument_at,
-    changed_arguments,
-    example_tensor,
-    is_float_tensor,
-    op_name,
-    replace_other_uses,
-    tensor_name,
-)
 from lightning_unitscale.capture.graph_recorder import local_part
 from lightning_unitscale.capture.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.capture.step_messages import CaptureError
@@ -231,12 +220,14 @@ class RuleRewrite(GraphPass):
             self._decision(graph, node) is None
             for region in graph.regions()
             for node in region.graph.nodes
-            if is_operation(node) and is_float_tensor(node) and _counts(node)
+            if is_operation(node) and graph_nodes.is_float_tensor(node) and _counts(node)
         )
 
     def _decision(self, graph: StepGraph, node: fx.Node) -> Decision | None:
         # In a branch that is taken later another operation may have the name.
-        return self.plan.find(graph.step, tensor_name(node), (op_name(node), reads_of(node)))
+        return self.plan.find(
+            graph.step, graph_nodes.tensor_name(node), (graph_nodes.op_name(node), reads_of(node))
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
         new = copy.copy(self)
@@ -252,7 +243,7 @@ def _counts(node: fx.Node) -> bool:
 
 def _may_switch_modes(node: fx.Node) -> bool:
     """Check for a node without a tensor, which may switch gradients or inference mode."""
-    tensors = map(example_tensor, (node, *node.all_input_nodes))
+    tensors = map(graph_nodes.example_tensor, (node, *node.all_input_nodes))
     return is_operation(node) and all(tensor is None for tensor in tensors)
 
 
@@ -286,33 +277,33 @@ def _apply(
     graph = region.graph
     args, kwargs = node.args, {**node.kwargs, **dict(decision.kwargs)}
     for argument in decision.arguments:
-        source = argument_at(node, argument.path)
+        source = graph_nodes.argument_at(node, argument.path)
         product = scaled.get((source, argument.factor))
         if product is None:
             with graph.inserting_before(node):
                 product = graph.call_function(torch.mul, (source, argument.factor))
-            _describe(product, source, node, f"{tensor_name(source)}:unit")
+            _describe(product, source, node, f"{graph_nodes.tensor_name(source)}:unit")
             product.meta[FACTOR] = argument.factor
-            product.meta[INTERNAL] = True
+            product.meta[graph_nodes.INTERNAL] = True
             if source not in mutated:
                 scaled[source, argument.factor] = product
         # One use of a tensor that the node may read several times.
-        args, kwargs = changed_arguments(args, kwargs, argument.path, product)
+        args, kwargs = graph_nodes.changed_arguments(args, kwargs, argument.path, product)
     node.args, node.kwargs = args, kwargs
     if decision.output != 1.0:
         with graph.inserting_after(node):
             result = graph.call_function(torch.mul, (node, decision.output))
         # The tensor that the rest of the model reads gets the name.
-        _describe(result, node, node, tensor_name(node))
+        _describe(result, node, node, graph_nodes.tensor_name(node))
         result.meta[FACTOR] = decision.output
-        replace_other_uses(node, result)
-        node.meta[NAME] = f"{tensor_name(node)}{UNSCALED}"
-        node.meta[INTERNAL] = True
+        graph_nodes.replace_other_uses(node, result)
+        node.meta[graph_nodes.NAME] = f"{graph_nodes.tensor_name(node)}{UNSCALED}"
+        node.meta[graph_nodes.INTERNAL] = True
 
 
 def _describe(new: fx.Node, like: fx.Node, at: fx.Node, name: str) -> None:
     example = like.meta["example_value"]
     # A separate tensor, since a shared example would mean that nothing was computed.
     new.meta["example_value"] = example.detach().requires_grad_(example.requires_grad)
-    new.meta[MODULE] = at.meta.get(MODULE, "")
-    new.meta[NAME] = name
+    new.meta[graph_nodes.MODULE] = at.meta.get(graph_nodes.MODULE, "")
+    new.meta[graph_nodes.NAME] = name

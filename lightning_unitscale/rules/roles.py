@@ -11,14 +11,8 @@ from typing import Literal
 import networkx as nx
 from torch import fx
 
+from lightning_unitscale.capture import graph_nodes
 from lightning_unitscale.capture.graph_matmuls import MatmulNode, matmul_of
-from lightning_unitscale.capture.graph_nodes import (
-    Path,
-    example_tensor,
-    float_arguments,
-    op_name,
-    tensor_name,
-)
 from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
     RULE_ERRORS,
@@ -55,7 +49,7 @@ class Use:
 
     kind: UseKind
     node: fx.Node
-    path: Path
+    path: graph_nodes.Path
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ def find_structure(flow: Flow) -> Structure:
 def _with_averages(
     uses: Mapping[str, tuple[Use, ...]], averages: Averages
 ) -> dict[str, tuple[Use, ...]]:
-    """Ignore averages of parameters that are all set to unit scale alike."""
+    """Ignore averages of parameters that are all set to unit scale."""
     # A parameter that nothing else reads, such as an average for validation alone, takes the use of
     # the parameter that it averages.
 
@@ -129,7 +123,7 @@ def _action(uses: Sequence[Use], *, init_weights: bool) -> tuple[Action, str]:
     if not uses:
         return "left", "not read"
     if "other" in kinds:
-        others = [tensor_name(use.node) for use in uses if use.kind == "other"]
+        others = [graph_nodes.tensor_name(use.node) for use in uses if use.kind == "other"]
         names = ", ".join(others[:_MAX_NAMED])
         if len(others) > _MAX_NAMED:
             names += f" and {len(others) - _MAX_NAMED} more"
@@ -179,7 +173,7 @@ def _has_weight(flow: Flow, matmul: MatmulNode) -> bool:
 def _is_bias_of(flow: Flow, bias: fx.Node, matmul: fx.Node) -> bool:
     if flow.parameter_of(bias) is None or matmul_of(flow.root(matmul)) is None:
         return False
-    tensor = example_tensor(bias)
+    tensor = graph_nodes.example_tensor(bias)
     assert tensor is not None
     return sum(size != 1 for size in tensor.shape) <= 1
 
@@ -209,8 +203,8 @@ def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[f
             or (rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS))
         ):
             ours.add(node)
-        elif op_name(node) in _JOINS:
-            if all(flow.root(source) in ours for _, source in float_arguments(node)):
+        elif graph_nodes.op_name(node) in _JOINS:
+            if all(flow.root(source) in ours for _, source in graph_nodes.float_arguments(node)):
                 ours.add(node)
         elif (operands := added_tensors(node)) is not None and logit_factor(flow, node) is None:
             (_, first), (_, second) = operands
@@ -233,12 +227,12 @@ def _uses(structure: Structure, parameter: fx.Node) -> Iterator[Use]:
                     seen.add(reader)
                     pending.append(reader)
                 continue
-            for path, argument in float_arguments(reader):
+            for path, argument in graph_nodes.float_arguments(reader):
                 if flow.resolve(argument) is node:
                     yield Use(_use(structure, reader, path), reader, path)
 
 
-def _use(structure: Structure, reader: fx.Node, path: Path) -> UseKind:
+def _use(structure: Structure, reader: fx.Node, path: graph_nodes.Path) -> UseKind:
     flow = structure.flow
     matmul = matmul_of(reader)
     if matmul is not None:
@@ -255,17 +249,17 @@ def _use(structure: Structure, reader: fx.Node, path: Path) -> UseKind:
         return "other" if renormed else "embedding"
     if rule is not None and rule.kind == "normalization":
         return "sum" if path in {(0,), ("input",)} else "norm"
-    if op_name(reader) in TIMES:
+    if graph_nodes.op_name(reader) in TIMES:
         return "scale"
     if is_bias_add(flow, reader):
         return "bias"
     is_add = reader in structure.plain_adds or reader in structure.residuals
-    if is_add or op_name(reader) in _JOINS:
+    if is_add or graph_nodes.op_name(reader) in _JOINS:
         return "sum"
     return "other"
 
 
-def _is_data(flow: Flow, matmul: MatmulNode, path: Path) -> bool:
+def _is_data(flow: Flow, matmul: MatmulNode, path: graph_nodes.Path) -> bool:
     """Check whether a parameter is used as data: learned queries that a weight is applied to."""
     if is_attention(matmul.node):
         return True
@@ -293,7 +287,7 @@ def _info(
 ) -> ParameterInfo:
     flow = structure.flow
     node = flow.parameters[fqn]
-    tensor = example_tensor(node)
+    tensor = graph_nodes.example_tensor(node)
     assert tensor is not None
     roles = [_role(structure, use) for use in uses]
     role = next((role for role in _ORDER if role in roles), Role.OTHER)

@@ -153,7 +153,7 @@ class ScaledStep:
             self._parts.append((group, parts, [dict(part) for part in parts]))
 
     def _join(self) -> None:
-        """Give the user's groups the values that the optimizer wrote into all their parts alike."""
+        """Give the user's groups the values that the optimizer wrote into all of their parts."""
         split, self._parts = self._parts, []
         for group, parts, built in split:
             written = {

@@ -27,8 +27,8 @@ from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 _MAX_LOG2 = 100
 _TELLING_FAN_IN = 5
 # Below this share of a sibling's RMS a gradient is rounding error. A key's bias moves all logits of
-# a query alike, and a bias before a batch norm is subtracted again. The rest of their gradients is
-# noise.
+# a query equally, and a bias before a batch norm is subtracted again. The rest of their gradients
+# is noise.
 _ROUNDING = 2.0**-18
 
 _STEPS_PER_OCTAVE = 32
@@ -157,7 +157,7 @@ class ParameterGradients(GraphPass):
         self._hooks.clear()
 
     def forget(self, exchanged: Iterable[str]) -> None:
-        """Measure the gradients of exchanged parameters anew."""
+        """Measure the gradients of exchanged parameters again."""
         self.settle()
         for fqn in exchanged:
             self.log2_factors.pop(fqn, None)

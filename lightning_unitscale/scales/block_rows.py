@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lightning_unitscale.formats import FP32, BlockFormat
 from lightning_unitscale.formats.round_numbers import block_scales, in_blocks
-from lightning_unitscale.scales.layout import BLOCK_COLUMNS, RowLayout
+from lightning_unitscale.scales.layout import BLOCK_COLUMNS, FloatArray, RowLayout
 from lightning_unitscale.scales.reduce import row_dtype
-from lightning_unitscale.scales.tensor_statistics import FloatArray
 from lightning_unitscale.scales.torch_rows import sample_stride
 from lightning_unitscale.scales.transfer import HostCopy
 

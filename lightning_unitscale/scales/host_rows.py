@@ -22,8 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales.layout import MIN_EXPONENT, MOMENT_COLUMNS, MOMENTS, RowLayout
-from lightning_unitscale.scales.tensor_statistics import FloatArray
+from lightning_unitscale.scales.layout import (
+    MIN_EXPONENT,
+    MOMENT_COLUMNS,
+    MOMENTS,
+    FloatArray,
+    RowLayout,
+)
 from lightning_unitscale.scales.torch_rows import Elements, functional_row
 
 # Elements of a part, which stays in the second level of cache.
@@ -116,7 +121,7 @@ class HostRows:
 
 
 class _Samples:
-    """Samples of tensors in one buffer, one after another: of small or of larger tensors."""
+    """Samples of tensors, contiguous in one buffer: of small or of larger tensors."""
 
     def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.float32, device="cpu")

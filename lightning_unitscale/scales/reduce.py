@@ -21,9 +21,10 @@ from lightning_unitscale.scales.layout import (
     MIN_EXPONENT,
     MOMENT_COLUMNS,
     NUM_EXPONENTS,
+    FloatArray,
     RowLayout,
+    kind_weights,
 )
-from lightning_unitscale.scales.tensor_statistics import FloatArray, kind_weights
 
 
 def row_dtype(device: torch.device | str) -> torch.dtype:
@@ -56,7 +57,7 @@ def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
 
 
 def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """Return the columns that ranks add up, and those of which they take the maximum."""
+    """Return the columns that ranks add up, and those whose maximum they take."""
     there = ~rows[:, :1].isnan()
     filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
     largest, smallest = filled[:, layout.index("abs_max")], filled[:, layout.index("abs_min")]

@@ -18,12 +18,14 @@ from lightning_unitscale.scales.layout import (
     BLOCK_KINDS,
     DIRECTIONS,
     FORMAT_KINDS,
+    MEASURED,
     MOMENT_COLUMNS,
     Direction,
+    FloatArray,
     RowLayout,
+    TensorStatistics,
 )
 from lightning_unitscale.scales.reduce import merge_rows
-from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray, TensorStatistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +107,7 @@ class ScaleSnapshot:
         """Return the rows of one direction, shape ``(len(self), layout.num_columns)``."""
         if direction not in ("forward", "backward"):
             raise ValueError(
-                f"direction={direction!r}: unknown. Expected 'forward' or 'backward'. Correct it."
+                f"direction={direction!r}: not a direction. Pass 'forward' or 'backward'."
             )
         return self.forward if direction == "forward" else self.backward
 

@@ -25,13 +25,14 @@ from lightning_unitscale.scales.layout import (
     BLOCK_KINDS,
     DIRECTIONS,
     FORMAT_KINDS,
+    MEASURED,
     MIN_EXPONENT,
     NUM_EXPONENTS,
     Direction,
+    FloatArray,
     RowLayout,
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.tensor_statistics import MEASURED, FloatArray
 from lightning_unitscale.scales.violations import judged_by_format
 
 # Losses to a format, and whether the larger one of two tensors with equal losses is worse.
@@ -156,7 +157,7 @@ def summarize(
 def exponent_histogram(
     snapshot: ScaleSnapshot, direction: Direction
 ) -> tuple[FloatArray, FloatArray] | None:
-    """Count the elements of tensors that matmuls read, by log2 of their magnitude."""
+    """Count the elements of the tensors that matmuls read, by log2 of the magnitude."""
     counts = snapshot.exponent_counts(direction)
     if counts is None:
         return None

@@ -33,9 +33,8 @@ import numpy.typing as npt
 
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.layout import DIRECTIONS
+from lightning_unitscale.scales.layout import DIRECTIONS, FloatArray
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.tensor_statistics import FloatArray
 from lightning_unitscale.scales.violations import AlertMaker, judged_now
 
 NUM_SAMPLES: Final = 8

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.formats import NumberFormat, get_number_format
 from lightning_unitscale.scales.alerts import AlertKind, ScaleAlert, TensorScale, op_of
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, Kind
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, FloatArray, Kind
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 Limits: TypeAlias = float | Mapping[str, float]
 # One infinity ruins a training. In a saturating format, one of a thousand elements may saturate.
@@ -57,8 +56,8 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
     """Parse thresholds that a user has written."""
     if not isinstance(thresholds, Mapping):
         raise TypeError(
-            f"thresholds={shown(thresholds)}: not a mapping. Expected format -> fraction of the "
-            "elements. Pass for example {'E4M3FN': 0.01}"
+            f"thresholds={shown(thresholds)}: not a mapping. Expected a fraction of the "
+            "elements for each format. Pass for example {'E4M3FN': 0.01}."
         )
     parsed: list[Threshold] = []
     for name, allowed in thresholds.items():
@@ -75,7 +74,7 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
             if kind not in FORMAT_KINDS:
                 raise ValueError(
                     f"thresholds={dict(thresholds)!r}: {kind!r} is unknown. Expected "
-                    f"{', '.join(FORMAT_KINDS)}. Correct it."
+                    f"{', '.join(FORMAT_KINDS)}. Pass one of them."
                 )
             is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
             if not is_number or not 0 <= fraction <= 1:

@@ -46,8 +46,8 @@ _NEARLY_ALL: Final = 0.9
 _RECENT: Final = 8
 # Parameters below this RMS are zero, as one that was perturbed by 1e-6 is.
 _LOG2_ZERO: Final = -14.0
-# A sum of n terms of which each is rounded has an error of sqrt(n) roundings.
-_CANCELLED: Final = 4.0
+# A sum of n rounded terms has an error of sqrt(n) roundings.
+_CANCELED: Final = 4.0
 _LEAST_SPACING: Final = 1e-6
 # From this share of its chance on, the input of a tensor that is off counts as off too.
 _SUSPICIOUS: Final = 0.5
@@ -141,7 +141,7 @@ def find_divergence(a: RunScales, b: RunScales) -> Divergence:
 
 
 def _floors(pair: RunPair, history: PairHistory, direction: Direction) -> Doubles:
-    """Return log2 of the magnitudes that are as good as zero, ``(T, P)``."""
+    """Return log2 of the magnitudes that count as zero, ``(T, P)``."""
     shape = history.shape_distance.shape
     if direction == "forward":
         states = np.array([each.is_state for each in pair.pairs])
@@ -155,7 +155,7 @@ def _floors(pair: RunPair, history: PairHistory, direction: Direction) -> Double
         terms = history.numel[readers[0]] / history.numel[k]
         if terms > 1:  # a bias
             arriving = history.log2_rms[:, :, readers].max(axis=(0, 2))
-            floors[:, k] = arriving + math.log2(_CANCELLED * spacing * math.sqrt(terms))
+            floors[:, k] = arriving + math.log2(_CANCELED * spacing * math.sqrt(terms))
     return floors
 
 
@@ -236,7 +236,7 @@ class _Difference:
 def _with_floor(
     pair: RunPair, history: PairHistory, direction: Direction, floors: Doubles
 ) -> Doubles:
-    """Return log2 of the root of the squared RMS and of the square of what is as good as zero."""
+    """Return log2 of the root of two squares: the RMS, and the magnitude that counts as zero."""
     rms = history.log2_rms
     around = pair.inputs if direction == "forward" else pair.readers
     floors = floors.copy()
@@ -244,7 +244,7 @@ def _with_floor(
     for t, k in np.argwhere(np.isneginf(rms).any(axis=0)):
         read = rms[:, t, list(around[k])]
         if read.size and np.isfinite(read).any():
-            rounding = math.log2(_CANCELLED * max(_spacing(history), _LEAST_SPACING))
+            rounding = math.log2(_CANCELED * max(_spacing(history), _LEAST_SPACING))
             floors[t, k] = max(floors[t, k], read[np.isfinite(read)].max() + rounding)
     with np.errstate(invalid="ignore"):  # infinite and infinite
         values: Doubles = np.logaddexp2(2 * rms, 2 * floors) / 2

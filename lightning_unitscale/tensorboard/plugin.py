@@ -44,10 +44,7 @@ _NO_DOWNSAMPLING: Final = 1 << 30
 # Number of fraction histories in memory: two runs, forward and backward.
 _RECENT: Final = 4
 _STATIC: Final = Path(__file__).parent / "static"
-_MIME_TYPES: Final = {
-    ".js": "application/javascript",
-    ".css": "text/css",
-}
+_MIME_TYPES: Final = {".js": "application/javascript", ".css": "text/css"}
 ENTRY: Final = "index.js"
 # Only these files are served.
 STATIC_FILES: Final = tuple(

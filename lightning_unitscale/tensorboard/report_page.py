@@ -31,9 +31,7 @@ _FULL_COLOR: Final = 14.0
 
 
 def graph_svg(
-    names: Sequence[str],
-    inputs: Sequence[Sequence[str]],
-    log2_rms: Mapping[str, Array],
+    names: Sequence[str], inputs: Sequence[Sequence[str]], log2_rms: Mapping[str, Array]
 ) -> str:
     """Return the graph of the step as SVG, with scales."""
     row_of = {name: row for row, name in enumerate(names)}

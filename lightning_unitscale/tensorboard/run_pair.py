@@ -178,10 +178,7 @@ class RunPair:
         return differs
 
     def _shifts(
-        self,
-        apart: Doubles,
-        sizes: Sequence[npt.NDArray[Any]],
-        is_of_parts: npt.NDArray[np.bool_],
+        self, apart: Doubles, sizes: Sequence[npt.NDArray[Any]], is_of_parts: npt.NDArray[np.bool_]
     ) -> Doubles:
         """Return log2 of what the second run's gradients lack in each step, ``(T,)``.
 

@@ -167,12 +167,7 @@ def _heat_map(
     shown = np.where(np.isneginf(values), -2 * limit, np.clip(values, -limit, limit))
     shown = np.where(history.nonfinite > 0, 2 * limit, shown)
     image = axes.imshow(
-        shown.T,
-        cmap=colors,
-        vmin=-limit,
-        vmax=limit,
-        aspect="auto",
-        interpolation="nearest",
+        shown.T, cmap=colors, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
     )
     stride = -(-len(history.steps) // _MOST_TICKS)
     ticks = range(0, len(history.steps), max(stride, 1))

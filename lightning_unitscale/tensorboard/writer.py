@@ -32,34 +32,15 @@ from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text, alerts_to
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import ScaleSummary
+from lightning_unitscale.tensorboard import protobuf, schema
 from lightning_unitscale.tensorboard.history import block_of
-from lightning_unitscale.tensorboard.protobuf import (
-    annotated_graph,
-    fill_tensor,
-    histogram_proto,
-    plugin_metadata,
-    text_proto,
-    use_fast_checksums,
-)
-from lightning_unitscale.tensorboard.schema import (
-    ALERTS_TAG,
-    COVERAGE_TAG,
-    PLUGIN_NAME,
-    PRECISION_TAG,
-    ExponentCounts,
-    Quantity,
-    Series,
-    TensorSet,
-    content,
-    exponent_vectors,
-)
 from lightning_unitscale.tensorboard.table import scale_table
 
 # The prefix of tags in TensorBoard's own dashboards. A tilde sorts after all letters.
 NAMESPACE: Final = "~scales"
 
 # TensorBoard's own port, unless it is taken.
-SCALES_URL: Final = f"http://localhost:6006/#{PLUGIN_NAME}"
+SCALES_URL: Final = f"http://localhost:6006/#{schema.PLUGIN_NAME}"
 # The tensors with scalars and histograms in TensorBoard's own dashboards: none, matmul operands,
 # or all.
 TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
@@ -123,7 +104,7 @@ class ScaleWriter:
     def __init__(self, experiment: Any, *, tabs: TensorBoardTabs = "operands") -> None:
         self._experiment = experiment
         self._tabs = tabs
-        self._sets: dict[TensorSet, TensorSet] = {}
+        self._sets: dict[schema.TensorSet, schema.TensorSet] = {}
         self._described: set[str] = set()
         # The last vector of each tag that is written only on changes.
         self._written: dict[str, npt.NDArray[Any]] = {}
@@ -164,7 +145,7 @@ class ScaleWriter:
         table = scale_table(snapshot, tablefmt="github")
         self._experiment.add_text(f"{NAMESPACE}/table", table, snapshot.step)
         if len(snapshot):
-            graph = annotated_graph(snapshot).SerializeToString()
+            graph = protobuf.annotated_graph(snapshot).SerializeToString()
             file_writer.add_event(Event(graph_def=graph), step=snapshot.step)
 
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
@@ -176,7 +157,7 @@ class ScaleWriter:
         self._experiment.add_text(
             f"{NAMESPACE}/alerts", "\n".join(f"- {line}" for line in lines), step
         )
-        _add_text(file_writer, ALERTS_TAG, alerts_to_json(alerts), step)
+        _add_text(file_writer, schema.ALERTS_TAG, alerts_to_json(alerts), step)
 
     def write_event(self, text: str, step: int) -> None:
         """Write that matmuls have changed their format, for the Text dashboard."""
@@ -191,7 +172,7 @@ class ScaleWriter:
         """Write the coverage of the run's matmuls. The rest of a summary is in the file already."""
         file_writer = self._experiment._get_file_writer()
         if file_writer is not None and coverage:
-            _add_text(file_writer, COVERAGE_TAG, json.dumps(coverage), step)
+            _add_text(file_writer, schema.COVERAGE_TAG, json.dumps(coverage), step)
 
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[str]) -> None:
         if not parts:
@@ -201,8 +182,8 @@ class ScaleWriter:
             self._file_writer = file_writer
             self._described.clear()
             self._written.clear()
-            use_fast_checksums(file_writer)
-        observed = TensorSet(
+            protobuf.use_fast_checksums(file_writer)
+        observed = schema.TensorSet(
             snapshot.names,
             snapshot.modules,
             snapshot.layout.formats,
@@ -228,11 +209,11 @@ class ScaleWriter:
         summary: Summary,
         snapshot: ScaleSnapshot,
         direction: Direction,
-        observed: TensorSet,
+        observed: schema.TensorSet,
         parts: set[str],
     ) -> None:
         log2_rms = snapshot.log2_rms(direction, stored=True)
-        vectors: dict[Quantity, npt.NDArray[Any]] = {}
+        vectors: dict[schema.Quantity, npt.NDArray[Any]] = {}
         if "vectors" in parts:
             vectors |= {"log2_rms": log2_rms, "log2_unit": snapshot.log2_divisors(direction)}
             vectors["log2_amax"] = snapshot.log2_amax(direction)
@@ -248,13 +229,13 @@ class ScaleWriter:
             if np.any((share := snapshot.share_read(direction)) < 1):
                 vectors["share_read"] = share
         for quantity, vector in vectors.items():
-            tag = Series(direction, quantity, observed.key).tag
+            tag = schema.Series(direction, quantity, observed.key).tag
             if quantity in _WRITTEN_ONCE:
                 before = self._written.get(tag)
                 if before is not None and np.array_equal(before, vector, equal_nan=True):
                     continue
                 self._written[tag] = vector
-            describe = observed.to_content if quantity == "log2_rms" else content
+            describe = observed.to_content if quantity == "log2_rms" else schema.content
             self._add_tensor(summary, tag, vector, describe)
         shown = _shown(snapshot, direction, self._tabs)
         tags = stock_tags(snapshot.names, snapshot.modules, direction)
@@ -267,14 +248,14 @@ class ScaleWriter:
         sampled = np.nan_to_num(snapshot.column("sampled", direction)).astype(int)
         counts, units = np.nan_to_num(counts), snapshot.log2_divisors(direction)
         if "exponents" in parts:
-            prefix = Series(direction, "exponents", "").tag
-            vectors_of = exponent_vectors(counts, sampled, units)
+            prefix = schema.Series(direction, "exponents", "").tag
+            vectors_of = schema.exponent_vectors(counts, sampled, units)
             for row in np.flatnonzero(sampled).tolist():
                 self._add_tensor(summary, prefix + snapshot.names[row], vectors_of[row])
         if "histograms" in parts:
             for row in np.flatnonzero(shown).tolist():
-                exponents = ExponentCounts(counts[row], int(sampled[row]), int(units[row]))
-                if (histogram := histogram_proto(exponents)) is not None:
+                exponents = schema.ExponentCounts(counts[row], int(sampled[row]), int(units[row]))
+                if (histogram := protobuf.histogram_proto(exponents)) is not None:
                     summary.value.add(tag=f"{tags[row]}/exponents", histo=histogram)
 
     def _add_tensor(
@@ -282,15 +263,15 @@ class ScaleWriter:
         summary: Summary,
         tag: str,
         array: npt.NDArray[Any],
-        description: Callable[[], bytes] = content,
+        description: Callable[[], bytes] = schema.content,
     ) -> None:
         """Add a tensor under a tag, with the plugin's metadata in its first value."""
         value = summary.value.add()
         value.tag = tag
-        fill_tensor(value.tensor, array)
+        protobuf.fill_tensor(value.tensor, array)
         if tag not in self._described:
             self._described.add(tag)
-            value.metadata.CopyFrom(plugin_metadata(description()))
+            value.metadata.CopyFrom(protobuf.plugin_metadata(description()))
 
 
 def write_precision(experiment: Any, text: str, page: Mapping[str, Any], step: int) -> None:
@@ -300,12 +281,16 @@ def write_precision(experiment: Any, text: str, page: Mapping[str, Any], step: i
         # Markdown shows an indented text as it is.
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         experiment.add_text(f"{NAMESPACE}/precision", indented, step)
-        _add_text(file_writer, PRECISION_TAG, json.dumps({**page, "text": text}), step)
+        _add_text(file_writer, schema.PRECISION_TAG, json.dumps({**page, "text": text}), step)
 
 
 def _add_text(file_writer: Any, tag: str, text: str, step: int) -> None:
     event = Event()
-    event.summary.value.add(tag=tag, tensor=text_proto(text), metadata=plugin_metadata(content()))
+    event.summary.value.add(
+        tag=tag,
+        tensor=protobuf.text_proto(text),
+        metadata=protobuf.plugin_metadata(schema.content()),
+    )
     file_writer.add_event(event, step=step)
 
 

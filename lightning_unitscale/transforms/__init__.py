@@ -10,8 +10,7 @@ from lightning_unitscale.monitor.scales_graph import (
     prune_selected_nodes,
 )
 from lightning_unitscale.monitor.track_scales import track_scales
-from lightning_unitscale.rules.deploy import deploy
-from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.rules.transform import deploy, unit_scale
 from lightning_unitscale.transforms.matmul_transforms import (
     compile,
     fp8_linears,

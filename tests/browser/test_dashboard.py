@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_unitscale.formats import get_format
-from lightning_unitscale.scales.tensor_statistics import kind_weights
+from lightning_unitscale.scales.layout import kind_weights
 from lightning_unitscale.tensorboard.responses import SHOWN_FORMATS
 from lightning_unitscale.tensorboard.run_report import BAD, STOPS, ZERO, write_report
 from tests.browser.conftest import STEPS
@@ -307,7 +307,7 @@ def test_an_empty_folder_says_what_to_do(page, tmp_path):
 
 
 def test_names_are_readable_where_there_is_room(dashboard):
-    assert dashboard.app("app.heatMap.isLabelled")
+    assert dashboard.app("app.heatMap.isLabeled")
     assert dashboard.app("app.heatMap.cellRect(0, 1, 0).height") >= 16
 
 

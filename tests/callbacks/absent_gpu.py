@@ -24,7 +24,7 @@ from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.matmuls import execute
 from lightning_unitscale.matmuls import fp8_linear as fp8
 from lightning_unitscale.matmuls.kernels import matmul_kernel
-from lightning_unitscale.monitor import gradient_hooks, rows, watched_call
+from lightning_unitscale.monitor import input_gradients, rows, watched_call
 from lightning_unitscale.scales import launches, transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
 
@@ -233,7 +233,7 @@ def a_gpu() -> Iterator[Gpu]:
         (Tensor, {"data_ptr": _place}),
         # The monitor and layers in FP8 leave fake tensors alone.
         (rows, readable),
-        (gradient_hooks, readable),
+        (input_gradients, readable),
         (watched_call, {"is_readable": torch.is_floating_point}),
         (fp8, {"has_subclass": lambda _: False}),
     ]

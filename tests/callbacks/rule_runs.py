@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.plan import RulePlan
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE
 from tests.callbacks.runs import QUIET, Recorder
 from tests.callbacks.runs import loader as loader_of
 

@@ -156,7 +156,7 @@ class _Untrained(Regression):
 
 def test_the_only_part_that_trains_is_named_as_such() -> None:
     with pytest.warns(
-        UserWarning, match="captured in several parts, so budget=1.0 holds for the only"
+        UserWarning, match="captured in several parts, so budget=1.0 applies to the only"
     ):
         _fit(_Untrained(), loader(8), RematCallback(1.0))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.module_steps import steps_of
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE
 from tests.callbacks.rule_runs import (
     Classifier,
     Gradients,

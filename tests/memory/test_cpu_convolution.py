@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale.memory.cpu_convolution import runs_in_onednn
+from lightning_unitscale.memory.cpu_workspace import runs_in_onednn
 from tests.memory.oracles import allocated_beside_results, predicted_workspace
 
 aten = torch.ops.aten

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,7 +48,7 @@ def _batch(size: int) -> Tensor:
 
 def _step(device: str = "cpu") -> SizedStep:
     module = Blocks()
-    return SizedStep.of(
+    return SizedStep(
         "32-true",
         BATCH,
         module,
@@ -88,7 +86,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: s
 def test_the_allocator_of_a_gpu_is_asked_about_the_largest_batch() -> None:
     step = _step("cuda")
     memory = step.profile.library_bytes + 40 * 2**20
-    step = dataclasses.replace(step, memory_bytes=memory)
+    step.memory_bytes = memory
 
     def reserved(size: int) -> int:
         allocator = step.profile_at(size).allocator
@@ -119,7 +117,8 @@ def test_microbatches_until_nothing_is_recomputed() -> None:
 
 @pytest.mark.slow
 def test_copies_to_the_host_are_one_more_way() -> None:
-    step = dataclasses.replace(_step("cuda:h100"), link=HostLink(1e12))
+    step = _step("cuda:h100")
+    step.link = HostLink(1e12)
     planner = step.planner(384)
     limit = (planner.floor.peak_bytes + planner.default.peak_bytes) // 2
     fits = list(step.fits(limit, 384, 1))

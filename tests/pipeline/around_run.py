@@ -1,7 +1,8 @@
 """Steps around a pipeline: ``python -m tests.pipeline.around_run FOLDER NUM_RANKS CASE ...``.
 
+A case is ``NAME``, ``NAME:SCHEDULE`` or ``NAME:SCHEDULE:scaled``, with this package's callbacks.
 With one rank each case trains on one device, without the strategy. Every rank writes what it
-computed to ``FOLDER/CASE-RANK.pt``.
+computed to ``FOLDER/CASE-RANK.pt``, and what the callbacks found to ``FOLDER/CASE-RANK-found.pt``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 from tests.pipeline.pipeline_run import Recorder, fit_and_save
@@ -256,10 +258,11 @@ CASES: dict[str, Callable[[], pl.LightningModule]] = {
 
 def train(folder: Path, case: str, num_ranks: int) -> None:
     """Train and write down what came out."""
-    name, _, schedule = case.partition(":")
+    name, schedule, scaled = (*case.split(":"), "", "")[:3]
     pl.seed_everything(4, workers=True, verbose=False)
     module = CASES[name]()
     recorder = Recorder()
+    scaling, monitor = UnitScaleCallback(), ScaleMonitor(every_n_steps=2)
     strategy: Any = "auto"
     if num_ranks > 1:
         strategy = PipelineStrategy(
@@ -272,11 +275,18 @@ def train(folder: Path, case: str, num_ranks: int) -> None:
         max_epochs=1,
         gradient_clip_val=0.5 if name == "dict" else None,
         accumulate_grad_batches=2 if name in {"tokens", "own loss"} else 1,
-        callbacks=[recorder],
+        callbacks=[recorder, *([scaling, monitor] if scaled else [])],
         use_distributed_sampler=False,
     )
     data = batches(Encoding if name == "encoded" else dict)
     fit_and_save(folder, case, trainer, recorder, module, DataLoader(data, batch_size=None))
+    if scaled:
+        found = {
+            "gauge": scaling.gauge.state(),
+            "explained": str(scaling.explain()),
+            "snapshot": monitor.snapshots[-1],
+        }
+        torch.save(found, folder / f"{case}-{trainer.global_rank}-found.pt")
 
 
 def main(folder: Path, num_ranks: int, *cases: str) -> None:

@@ -255,9 +255,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "compile=True": ({"compile": True}, {}, {}),
     "'1F1B' or 'GPipe'": ({"remat": 0.5}, {"schedule": "ZBVZeroBubble"}, {}),
     "smallest achievable peak": ({"remat": "1KiB"}, {}, {}),
-    "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
+    "capture='auto' or 'step'": ({"remat": 0.5}, {"capture": "forward"}, {}),
     # A step that looks at its loss.
-    "which cannot be cut": ({}, {}, {"limit_train_batches": 2}),
+    "which cannot be cut": ({"remat": 0.5}, {}, {"limit_train_batches": 2}),
 }
 
 

@@ -14,6 +14,8 @@ from tests.pipeline.around_run import CASES
 
 CAPTURED = {"captured"}
 SCHEDULES = ["own loss:ZBVZeroBubble", "tokens:InterleavedZeroBubble", "captured:ZBVZeroBubble"]
+# Steps that only run around the pipeline, with this package's callbacks.
+SCALED = ["own loss", "head", "contrastive", "mixed", "broken"]
 # Numbers are drawn from another state than on one device.
 RANDOM = {"mixed"}
 
@@ -24,8 +26,11 @@ def runs(
 ) -> dict[int, Path]:
     """Folders in which the same cases were trained on one device and on two."""
     folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
-    of_two = runs_of_collected(request, lambda test, case="mixed": [case])
-    cases = {1: list(dict.fromkeys(one.partition(":")[0] for one in of_two)), 2: of_two}
+    of_two = runs_of_collected(
+        request, lambda test, case="mixed", scaled="": [case, f"{case}::scaled"][: 1 + bool(scaled)]
+    )
+    of_one = [one if one.endswith(":scaled") else one.partition(":")[0] for one in of_two]
+    cases = {1: list(dict.fromkeys(of_one)), 2: of_two}
 
     def run(num_ranks: int) -> None:
         run_ranks(
@@ -67,3 +72,32 @@ def test_all_ranks_draw_the_same_order(runs: dict[int, Path]) -> None:
     found = [_found(runs, 2, "mixed", rank) for rank in range(2)]
     assert found[0]["losses"] == found[1]["losses"]
     assert len(set(found[0]["losses"])) == len(found[0]["losses"])
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("scaled", [True])
+@pytest.mark.parametrize("case", SCALED)
+def test_callbacks_scale_and_watch_a_step_around_a_pipeline(
+    case: str, scaled: bool, runs: dict[int, Path]
+) -> None:
+    """The bits are those of the same pipeline without them, and the names those of one device."""
+    alone, *found = (
+        torch.load(runs[n] / f"{case}::scaled-{rank}-found.pt", weights_only=False)
+        for n, rank in ((1, 0), (2, 0), (2, 1))
+    )
+    for rank in range(2):
+        plain, ours = _found(runs, 2, case, rank), _found(runs, 2, f"{case}::scaled", rank)
+        assert ours["losses"] == plain["losses"]
+        assert all(torch.equal(one, plain["weights"][n]) for n, one in ours["weights"].items())
+        assert "(100 % of their FLOPs)" in found[rank]["explained"]
+    assert found[0]["gauge"] == found[1]["gauge"]
+    assert found[0]["gauge"].keys() == alone["gauge"].keys()
+    snapshot = found[0]["snapshot"]
+    assert snapshot.names == found[1]["snapshot"].names
+    # Every layer of the pipeline, in both directions.
+    for index in range(4):
+        for name in (f"net.layers.{index}.0.linear", f"net.layers.{index}.0.weight"):
+            row = snapshot.names.index(name)
+            assert snapshot.forward[row, 0] > 0
+            assert snapshot.backward[row, 0] > 0

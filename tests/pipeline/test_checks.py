@@ -20,7 +20,7 @@ def test_another_course_of_the_step_on_one_rank_is_an_error_on_all(tmp_path: Pat
     run_ranks("tests.pipeline.checks_run", tmp_path, num_ranks=2)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
-        assert found.startswith("rank(s) [1] of the pipeline have different stages")
+        assert found.startswith("the stages of rank(s) [1] differ")
 
 
 @pytest.mark.usefixtures("process_group")

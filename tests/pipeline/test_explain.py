@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -229,6 +230,28 @@ def test_a_plan_of_a_step() -> None:
     with pytest.raises(ValueError, match="num_microbatches=5: a batch of 64"):
         explain_step(module, batch, 2, batch_idx=0, num_microbatches=5)
     assert "printing_step" not in module.__dict__
+
+
+class Installs(nn.Sequential):
+    """Sets itself up in its first call, under a lock, as the models of transformers do."""
+
+    lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "is_installed" not in self.__dict__:
+            with self.lock:
+                self.is_installed = True
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+def test_a_plan_of_a_step_whose_module_sets_itself_up() -> None:
+    module = Stepping()
+    module.net = Installs(*module.net)
+    state = torch.get_rng_state()
+    plan = explain_step(module, [torch.ones(64, 64)] * 2, 2, batch_idx=0)
+    assert plan.only == ""
+    assert module.logged == []
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_plan_of_the_module_that_a_step_calls() -> None:

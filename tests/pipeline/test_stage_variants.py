@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_unitscale.memory.budgets import Budget
-from lightning_unitscale.memory.plan_report import RematReport
+from lightning_unitscale.memory.remat_plan import RematReport
 from lightning_unitscale.pipeline import SplitPoint, pipeline
 from lightning_unitscale.pipeline.checks import check_schedule
 from lightning_unitscale.pipeline.schedules import find_schedule

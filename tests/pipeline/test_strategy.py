@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -412,13 +413,90 @@ class PrintsAndUsesHalves(Halves):
         return super().training_step(batch, batch_idx)
 
 
-def test_why_neither_the_step_nor_forward_is_a_pipeline(one_rank: dict[str, Any]) -> None:
+class PrintsAndCompares(Noisy):
+    """Calls one module, which compares all samples with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = Towers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        print("a graph break")
+        return F.cross_entropy(self.towers(batch[0]), torch.arange(len(batch[0])))
+
+
+_LOCK = threading.Lock()
+
+
+class Installs(Noisy):
+    """Calls a module that sets itself up in its first call, under a lock, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Locked(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+class Locked(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.is_installed = False
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, points: torch.Tensor) -> Any:
+        if not self.is_installed:
+            with _LOCK:
+                self.is_installed = True
+        self.count += 1
+        return self.net(points)
+
+
+@pytest.mark.parametrize("capture", ["step", "forward"])
+def test_a_module_that_sets_itself_up_in_its_first_call(
+    capture: str, one_rank: dict[str, Any]
+) -> None:
+    module, plain = Installs(), Installs()
+    plain.load_state_dict(module.state_dict())
+    recorders = [Recorder(), Recorder()]
+    strategy = PipelineStrategy("GPipe", num_microbatches=1, capture=capture)
+    for each, recorder, options in (
+        (module, recorders[0], one_rank | {"strategy": strategy}),
+        (plain, recorders[1], one_rank),
+    ):
+        pl.Trainer(callbacks=[recorder], **options).fit(each, _loader(), _loader())
+    assert recorders[0].losses == pytest.approx(recorders[1].losses, rel=1e-6)
+    # The first call counted nothing.
+    assert module.net.count == plain.net.count == module.global_step
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(8, 32) for _ in range(2))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return self.first(points) @ self.second(points).T
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (PrintsAndUsesHalves, r"`print`.*Besides, .*calls no module that has most"),
+        (PrintsAndCompares, r"`print`.*towers\..* compares each sample.*Besides, .*calls no"),
+    ],
+)
+def test_why_neither_the_step_nor_a_module_is_a_pipeline(
+    module: type[pl.LightningModule], match: str, one_rank: dict[str, Any]
+) -> None:
     trainer = pl.Trainer(strategy=PipelineStrategy("GPipe", num_microbatches=2), **one_rank)
     with (
         pytest.warns(UserWarning, match="only the module that the step calls runs as a pipeline"),
-        pytest.raises(RuntimeError, match=r"`print`.*Besides, .*calls no module that has most"),
+        pytest.raises(RuntimeError, match=match),
     ):
-        trainer.fit(PrintsAndUsesHalves(), _loader(), _loader())
+        trainer.fit(module(), _loader(), _loader())
 
 
 def test_a_step_that_is_no_graph_runs_around_forward(one_rank: dict[str, Any]) -> None:

@@ -13,9 +13,8 @@ from lightning_unitscale import precision_report
 from lightning_unitscale.matmuls.computations import EXEMPT
 from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.precision.ledger import sketch
-from lightning_unitscale.precision.measured_step import Effort
+from lightning_unitscale.precision.measured_step import Effort, large_estimates
 from lightning_unitscale.precision.meter import metering
-from lightning_unitscale.precision.predicted_damage import large_estimates
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
 from tests.helpers import assert_same_bits

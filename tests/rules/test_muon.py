@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.optim import MuonAdamW, muon_param_groups
-from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.learning_rates import (
     Family,
     ParameterInfo,
@@ -27,6 +26,7 @@ from lightning_unitscale.rules.learning_rates import (
     takes_muon,
 )
 from lightning_unitscale.rules.scaled_step import scale_learning_rates
+from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE
 from tests.callbacks.runs import QUIET
 from tests.helpers import IS_TORCH_2_14, assert_same_bits
 

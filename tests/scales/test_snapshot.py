@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat, get_format
-from lightning_unitscale.scales.layout import FORMAT_KINDS, RowLayout
+from lightning_unitscale.scales.layout import FORMAT_KINDS, MEASURED, RowLayout, kind_weights
 from lightning_unitscale.scales.reduce import (
     absent_rows,
     empty_rows,
@@ -19,7 +19,6 @@ from lightning_unitscale.scales.reduce import (
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, TensorStatistics, merged_by_name
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.tensor_statistics import MEASURED, kind_weights
 
 LAYOUT = RowLayout(sample_size=None)
 DTYPES = {

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, RowLayout
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, RowLayout, TensorStatistics
 from lightning_unitscale.scales.reduce import absent_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.tensor_statistics import TensorStatistics
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 
 LAYOUT = RowLayout()

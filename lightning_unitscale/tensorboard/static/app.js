@@ -251,7 +251,7 @@ export class App {
     const selected = this.#selectedCell();
     this.tip.hidden = true;
     this.heatMap.set({ rows: this.rows, steps, panels: this.panels, stored, palette: this.palette, rowMode, selected });
-    if (this.rows.length) this.controls.rows.set(this.heatMap.isLabelled ? 'named' : 'fit');
+    if (this.rows.length) this.controls.rows.set(this.heatMap.isLabeled ? 'named' : 'fit');
     if (this.state.selected) this.#showDetail();
     this.#remember();
     this.shown += 1;
@@ -343,7 +343,7 @@ export class App {
       b: () => direction === 'backward' || this.change({ direction: 'backward' }),
       s: () => this.change({ stored: !stored }),
       o: () => this.controls.operands.click(),
-      z: () => this.change({ rowMode: this.heatMap.isLabelled && rowMode !== 'fit' ? 'fit' : 'named' }),
+      z: () => this.change({ rowMode: this.heatMap.isLabeled && rowMode !== 'fit' ? 'fit' : 'named' }),
       l: () => this.detail.toggleLog(),
       '[': () => this.detail.setShift(this.detail.shift - 1),
       ']': () => this.detail.setShift(this.detail.shift + 1),

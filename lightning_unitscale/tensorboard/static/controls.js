@@ -63,12 +63,12 @@ export class Controls {
     this.node = element(
       'header',
       { class: 'controls' },
-      labelled('Run', this.run),
-      labelled('Compare with', this.compared),
+      labeled('Run', this.run),
+      labeled('Compare with', this.compared),
       this.direction.node,
       this.view.node,
       this.rows.node,
-      element('div', { class: 'filter' }, labelled('Tensors', this.filter), shown),
+      element('div', { class: 'filter' }, labeled('Tensors', this.filter), shown),
       help,
     );
   }
@@ -92,8 +92,8 @@ export class Controls {
   }
 }
 
-function labelled(text, control) {
-  return element('label', { class: 'labelled' }, element('span', {}, text), control);
+function labeled(text, control) {
+  return element('label', { class: 'labeled' }, element('span', {}, text), control);
 }
 
 /** Shortens a run's name in the middle, since runs differ at the end. */

@@ -132,7 +132,7 @@ export class HeatMap {
     const fitting = Math.min(area / Math.max(rows.length, 1), LARGEST_ROW);
     const fits = rowMode === 'fit' || (rowMode === 'auto' && fitting >= SMALLEST_FITTING_ROW);
     this.rowHeight = fits ? fitting : Math.max(fitting, READABLE_ROW);
-    this.isLabelled = this.rowHeight >= SMALLEST_NAMED_ROW;
+    this.isLabeled = this.rowHeight >= SMALLEST_NAMED_ROW;
     this.spacer.style.height = `${Math.max(0, rows.length * this.rowHeight - area - 1)}px`;
     // The width depends on the scroll bar, so read it after the height is set.
     this.width = this.node.clientWidth;
@@ -286,7 +286,7 @@ export class HeatMap {
         context.lineTo(left + FLAG, top);
         context.lineTo(left, top + height);
         context.closePath();
-        // An outline in the colour of the page makes flags visible on cells of every colour.
+        // An outline in the color of the page makes flags visible on cells of every color.
         context.strokeStyle = colors.page;
         context.lineWidth = 3;
         context.lineJoin = 'round';

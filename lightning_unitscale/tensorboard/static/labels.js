@@ -129,7 +129,7 @@ function nameSize(rowHeight) {
   return Math.min(NAME_SIZES[1], Math.max(NAME_SIZES[0], rowHeight - 3));
 }
 
-/** Returns the runs of neighbours with the same key, as {start, end}. */
+/** Returns the runs of neighbors with the same key, as {start, end}. */
 function stretches(items, keyOf) {
   const found = [];
   items.forEach((item, place) => {

@@ -1,4 +1,4 @@
-// The legend of the colours.
+// The legend of the colors.
 
 import { element } from './dom.js';
 import { signed } from './model.js';
@@ -48,7 +48,7 @@ export class Legend {
   }
 
   /**
-   * Shows the colours, the symbols for flags and marks if the map has them, a headline, and the
+   * Shows the colors, the symbols for flags and marks if the map has them, a headline, and the
    * first NaN ({name, step} or null), which `onBad` selects.
    */
   set(palette, { hasFlags, hasMarks, headline, bad, onBad }) {

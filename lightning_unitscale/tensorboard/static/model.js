@@ -155,7 +155,7 @@ export function headline(runs) {
     .join(' · ');
 }
 
-/** Returns a limit of the colours for 98 % of the values: 2, 4, 6, 8, then in steps of 4. */
+/** Returns a limit of the colors for 98 % of the values: 2, 4, 6, 8, then in steps of 4. */
 export function colorLimit(panels, stored) {
   const magnitudes = [];
   for (const data of panels) {

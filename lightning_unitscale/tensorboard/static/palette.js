@@ -1,16 +1,16 @@
-// The colours of log2 RMS: blue below 1 and orange above, distinct for every kind of colour vision.
-// Unit scale has the colour of the page, so that other scales stand out.
+// The colors of log2 RMS: blue below 1 and orange above, distinct for every kind of color vision.
+// Unit scale has the color of the page, so that other scales stand out.
 
 const STOPS = {
   light: ['#08306b', '#2166ac', '#6baed6', '#f4f4f2', '#fdae61', '#d95f0e', '#7f2704'],
   dark: ['#d6ecff', '#6db4f2', '#2a6aa8', '#24272c', '#a8560f', '#f59a45', '#ffe9cf'],
 };
 const ZERO = { light: '#b9bcc2', dark: '#565b64' };
-// Far from both colours.
+// Far from both colors.
 const BAD = { light: '#c40a8f', dark: '#ff6ad5' };
 const STEPS = 512;
 
-/** The colours of a theme between -limit and limit. */
+/** The colors of a theme between -limit and limit. */
 export class Palette {
   constructor(theme, limit) {
     this.theme = theme;
@@ -32,7 +32,7 @@ export class Palette {
     this.badPixel = packed(channels(this.bad));
   }
 
-  /** Returns the colour of a value as a Uint32 pixel of an ImageData; transparent for NaN. */
+  /** Returns the color of a value as a Uint32 pixel of an ImageData; transparent for NaN. */
   pixel(value) {
     if (value !== value) return 0;
     if (value === -Infinity) return this.zeroPixel;
