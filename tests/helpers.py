@@ -180,8 +180,9 @@ def operand_scales(make: Callable[[], nn.Module], *inputs: Any) -> list[tuple[st
     return readings
 
 
-# Tests use it for behaviour that differs in torch 2.11.
+# Tests use them for behavior that differs in torch 2.11, or from 2.14 on.
 IS_TORCH_2_11 = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+IS_TORCH_2_14 = torch.torch_version.TorchVersion(torch.__version__) >= "2.14"
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,13 +22,13 @@ AOTAutograd calls its graph with the inputs unchanged. If the class of an input 
 in Python (``__torch_function__``), the checks of the first call raise an error. So such inputs are
 passed as ordinary tensors.
 
-Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``,
-and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
-``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and ``OpOverload._schema``,
-``torch._C.DispatchKey``, ``TorchDispatchMode``; ``torch._C._AutoDispatchBelowAutograd``;
-``_rnn_helper``, ``upsample_compute_output_size``, ``suggest_memory_format`` and
-``compute_elementwise_output_logical_to_physical_perm`` of torch's decompositions;
-``_disabled_torch_dispatch_impl``.
+Private names used here were checked on torch 2.14, 2.13 and 2.11: Inductor's
+``custom_partitioner_fn``, and the switches of the two caches of compiled graphs;
+``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
+``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
+``torch._C._AutoDispatchBelowAutograd``; ``_rnn_helper``, ``upsample_compute_output_size``,
+``suggest_memory_format`` and ``compute_elementwise_output_logical_to_physical_perm`` of torch's
+decompositions; ``_disabled_torch_dispatch_impl``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
 from torch._decomp.decompositions import upsample_compute_output_size
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._prims_common import suggest_memory_format as suggest_memory_format
@@ -59,17 +61,12 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
     if partition_fn is None:
         yield
         return
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-
-    cached = partition_fn.uuid() is not None
+    is_cached = partition_fn.uuid() is not None
+    in_fx = is_cached and inductor_config.fx_graph_cache
+    in_autograd = is_cached and functorch_config.enable_autograd_cache
     with (
-        config.patch(
-            custom_partitioner_fn=partition_fn, fx_graph_cache=cached and config.fx_graph_cache
-        ),
-        functorch_config.patch(
-            enable_autograd_cache=cached and functorch_config.enable_autograd_cache
-        ),
+        inductor_config.patch(custom_partitioner_fn=partition_fn, fx_graph_cache=in_fx),
+        functorch_config.patch(enable_autograd_cache=in_autograd),
     ):
         yield
 
@@ -219,17 +216,19 @@ def _layer_by_layer(
     return output.transpose(0, 1) if batch_first else output, finals
 
 
-def keep_workspaces(graph: fx.Graph) -> None:
-    """Let the LSTMs of a graph return the workspaces that its backward pass reads."""
-    for node in graph.find_nodes(op="call_function", target=getitem):
-        layer, index = node.args
-        if index == _WORKSPACE and layer.target is _LSTM:
-            layer.target = _lstm_with_workspace()
+def keep_workspaces(graph: fx.Graph) -> bool:
+    """Let LSTMs return the workspaces that a backward pass reads, and return if there are any."""
+    results = graph.find_nodes(op="call_function", target=getitem)
+    layers = [node.args[0] for node in results if node.args[1] == _WORKSPACE]
+    lstms = [layer for layer in layers if layer.target is _LSTM]
+    for lstm in lstms:
+        lstm.target = lstm_with_workspace()
+    return bool(lstms)
 
 
 @functools.cache
-def _lstm_with_workspace() -> Any:
-    """Return the operator. It is created on first use, since that is slow."""
+def lstm_with_workspace() -> Any:
+    """Return LSTM's operator that keeps its workspace. Creating it takes milliseconds."""
     schema = str(_LSTM._schema).partition("(")[2]
 
     @torch.library.custom_op(

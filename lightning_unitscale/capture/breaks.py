@@ -3,8 +3,8 @@
 Dynamo's own texts are pages of hints for its developers. Set ``TORCH_LOGS=graph_breaks`` to see
 them.
 
-Private names used here were checked on torch 2.13 and 2.11: ``graph_break_reasons``, the base of
-the exceptions, ``FailOnRecompileLimitHit``, which has another base, ``guard_failures``,
+Private names used here were checked on torch 2.14, 2.13 and 2.11: ``graph_break_reasons``, the base
+of the exceptions, ``FailOnRecompileLimitHit``, which has another base, ``guard_failures``,
 ``warn_once``, the names of two loggers, and ``_len_torch_dispatch_stack``.
 """
 
@@ -92,10 +92,9 @@ def graph_breaks_since(count: int) -> list[Reason]:
     for graph_break in graph_break_reasons[count:]:
         frames = graph_break.user_stack or ()
         line = (frames[-1].filename, frames[-1].lineno) if frames else None
+        text = str(graph_break.reason)
         # Each of the functions around a line breaks there. The outermost comes first.
-        breaks.setdefault(
-            (line, short_reason(str(graph_break.reason))), (str(graph_break.reason), frames)
-        )
+        breaks.setdefault((line, short_reason(text)), (text, frames))
     return [Reason.of(text, frames) for text, frames in breaks.values()]
 
 
@@ -149,9 +148,8 @@ def _raised_in(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _runs_or_traces_graphs(file: str) -> bool:
-    if file.startswith("<eval_with_key>"):
-        return True
-    return file.startswith(_GRAPH_CODE) and not file.endswith(_ENTERS_CODE)
+    is_graph = file.startswith("<eval_with_key>")
+    return is_graph or (file.startswith(_GRAPH_CODE) and not file.endswith(_ENTERS_CODE))
 
 
 def last_recapture(function: CodeType) -> str:
@@ -218,8 +216,7 @@ def without_dynamos_texts() -> Iterator[None]:
 
 def is_watched() -> bool:
     """Check whether a mode such as ``FlopCounterMode`` sees every operation of the calling code."""
-    count: int = torch._C._len_torch_dispatch_stack()
-    return count > 0
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 # The cached result for each class.
@@ -247,12 +244,20 @@ def _takes_part(kind: type) -> bool:
 
 
 def _can_follow(tensor: Tensor) -> bool:
+    before = _attributes(type(tensor))
     try:
         with torch.no_grad():
             torch.compile(_some_operations, backend="eager", fullgraph=True)(tensor)
     except Exception:
         return False
-    return True
+    # Dynamo (2.14) calls ``__torch_function__`` more often than a step does, also when it writes
+    # into its class.
+    return [*map(id, before)] == [*map(id, _attributes(type(tensor)))]
+
+
+def _attributes(kind: type) -> list[Any]:
+    classes = kind.__mro__[: kind.__mro__.index(Tensor)]
+    return [value for each in classes for value in vars(each).values()]
 
 
 def _some_operations(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Capture the ``forward`` of an ordinary module: in a copy that runs the graphs, or exported.
 
-Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.13 and 2.11): the graph of a
-strict export before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
+Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.14, 2.13 and 2.11): the graph
+of a strict export before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
 parameters under their own names; and ``_is_exporting_flag`` with the context that sets it.
 """
 

@@ -1,6 +1,6 @@
 """Run a rewritten graph: op by op, by AOTAutograd's graphs op by op, or by Inductor.
 
-Private names used here were checked on torch 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
+Private names used here were checked on torch 2.14, 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
 ``compile_fx_inner``, ``list_mode_options``, functorch's ``backward_pass_autocast``.
 """
 
@@ -21,6 +21,7 @@ from torch._inductor import config as inductor_config
 from lightning_unitscale.capture.aliasing import is_random, memory_roots, written_arguments
 from lightning_unitscale.capture.aot_backend import (
     keep_workspaces,
+    lstm_with_workspace,
     on_plain_tensors,
     partitioned_by,
     plain_kernels,
@@ -112,10 +113,13 @@ def execute_with(
         else:
             of_forward.update(node.name for node in one.graph.nodes)
         join_rows(one)
-        keep_workspaces(one.graph)
+        # Inductor (2.14) checks the sizes of results, and takes the workspace of an LSTM for empty.
+        is_checked = not keep_workspaces(one.graph) and inductor_config.size_asserts
         one.recompile()
-        return compile_fx_inner(one, *args, **options)
+        with inductor_config.patch(size_asserts=is_checked):
+            return compile_fx_inner(one, *args, **options)
 
+    lstm_with_workspace()  # which a graph from Inductor's caches may call
     with partitioned_by(partition_fn), backward, recurrent_dropout():
         # These settings also apply when the backward graph is compiled, which is much later.
         # Inductor's own random numbers would differ from those of the uncaptured step.

@@ -1,6 +1,6 @@
 """Simulate a device that need not exist, for fake tensors.
 
-Private names of torch, checked on 2.13 and 2.11: ``FakeTensorMode`` and its exceptions,
+Private names of torch, checked on 2.14, 2.13 and 2.11: ``FakeTensorMode`` and its exceptions,
 ``fake_tensor_converter``, ``_current_autograd_node``, ``_execution_engine``,
 ``_IncludeDispatchKeyGuard``, ``_dispatch_has_kernel_for_dispatch_key``, ``DisableTorchFunction``,
 ``HigherOrderOperator``, ``reset_code``, ``fast_detach``, and that C++ reads a fake tensor's device

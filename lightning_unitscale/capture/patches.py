@@ -34,7 +34,7 @@
   tensor made in inference mode: the view has no version counter, which functionalization reads. Its
   graphs return no inference tensors anyway.
 
-Private names used here were checked on torch 2.13 and 2.11: ``VariableBuilder``'s
+Private names used here were checked on torch 2.14, 2.13 and 2.11: ``VariableBuilder``'s
 ``wrap_numpy_ndarray``, to which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``;
 ``NumpyVariable``, which an array is; ``RandomVariable``, and ``RandomClassVariable``, which makes
 one; ``BaseListVariable.cls_for_instance``; ``TorchInGraphFunctionVariable._get_handlers``;

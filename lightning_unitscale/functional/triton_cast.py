@@ -6,7 +6,7 @@ torch moves 61 for the cast (to FP32, times the factor, clamped, tested for infi
 and 2 more for the copy. Each element is rounded by itself, so runs agree. It uses arithmetic on
 codes, so GPUs without FP8 and the interpreter compute the same bits.
 
-Checked with Triton 3.6 (which belongs to torch 2.11) and 3.7 (to torch 2.13).
+Checked with Triton 3.6 (of torch 2.11), 3.7 (of 2.13) and, in its interpreter, 3.8 (of 2.14).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ passes it to the threads that run a backward pass for this thread. Leave no valu
 thread that ends would wait for the interpreter. Torch 2.11 cannot remove a value and releases a
 reference that it never took. ``torch._C._functions.AccumulateGrad`` is the node of a leaf.
 The engine's ``queue_callback`` ends the backward passes of DDP and FSDP as well. Checked on torch
-2.13 and 2.11.
+2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -48,10 +48,8 @@ from lightning_unitscale.matmuls.torch_internals import (
 LATEST: dict[int, weakref.ref[Any]] = {}
 
 # Code between a matmul and the call of its module that says nothing about its place, by identity.
-_ORDINARY: dict[int, CodeType] = {}
-_MAX_ORDINARY = 2**12
-# Of such code that a module's call runs as the module's method: the name of its first argument.
-_METHODS: dict[int, str] = {}
+# Of code that a module's call runs as the module's method: the name of its first argument.
+_ORDINARY: dict[int, str] = {}
 # In place of the identity of the root module, whose methods are called by stand-ins.
 _ROOT = 0
 _SPECIAL = frozenset(map(id, (ENGINE, CHECKPOINT, OPERATOR_CALL))) | MODULE_CALLS
@@ -81,13 +79,14 @@ def note_forward(
     module = _ROOT if at.f_code is boundary else id(at.f_locals["self"])
     if ("" if module == _ROOT else sites.paths.get(module)) != site.module:
         return
-    if len(_ORDINARY) > _MAX_ORDINARY:
-        _ORDINARY.clear()
-        _METHODS.clear()
-    _ORDINARY.update((id(code), code) for code in chain)
+    for code in chain:
+        if id(code) not in _ORDINARY:
+            _ORDINARY[id(code)] = ""
+            # Not kept, since what Dynamo compiled lives as long as the code that runs it.
+            weakref.finalize(code, _ORDINARY.pop, id(code), None).atexit = False
     names = chain[0].co_varnames if len(chain) == 1 else ()
     if names and id(frame.f_locals.get(names[0])) == module:
-        _METHODS[id(chain[0])] = names[0]
+        _ORDINARY[id(chain[0])] = names[0]
     sites.called[module, frame.f_lasti] = sites.kinds[site.module, site.word]
     prepare_again(matmul, original, args, placement_of(rule.operands_in(args))[0])
 
@@ -97,7 +96,7 @@ def _module_of(frame: FrameType, call: FrameType) -> int:
     if call.f_code is not MODULE_CALL:
         return _ROOT
     # The time to read a frame's variables grows with their number, and torch's code has many.
-    if frame.f_back is call and (name := _METHODS.get(id(frame.f_code))) is not None:
+    if frame.f_back is call and (name := _ORDINARY.get(id(frame.f_code))):
         return id(frame.f_locals.get(name))
     return id(call.f_locals["self"])
 

@@ -26,6 +26,7 @@ import functools
 import inspect
 import sys
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -100,7 +101,7 @@ def checkpoint_of(frame: FrameType) -> object | None:
 
 
 # Whether code is the ``forward`` of an autograd function, by the code's identity.
-_FORWARDS: dict[int, tuple[CodeType, bool]] = {}
+_FORWARDS: dict[int, bool] = {}
 
 
 def function_call(frame: FrameType) -> tuple[Any, ...] | None:
@@ -112,9 +113,10 @@ def function_call(frame: FrameType) -> tuple[Any, ...] | None:
         return None
     known = _FORWARDS.get(id(code))
     if known is None:
-        # The code is kept, so that no other code gets its identity.
-        known = _FORWARDS[id(code)] = code, code in _forwards(torch.autograd.Function)
-    if not known[1]:
+        known = _FORWARDS[id(code)] = code in _forwards(torch.autograd.Function)
+        # Code must not be kept: a module that Dynamo compiled lives as long as the code it made.
+        weakref.finalize(code, _FORWARDS.pop, id(code), None).atexit = False
+    if not known:
         return None
     num_named = code.co_argcount + code.co_kwonlyargcount
     values = frame.f_locals
@@ -197,7 +199,7 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
 
 def _leave_uncompiled(function: Kernel) -> None:
     """Stop Dynamo from compiling a function and its callees."""
-    # A layer of torch that is compiled alone, as by ``linear.compile()``, runs uncompiled, and
+    # Until torch 2.13, its layers that are compiled alone (``linear.compile()``) run uncompiled.
     # Dynamo would compile the Python code of our kernels instead.
     while isinstance(function, functools.partial):
         function = function.func

@@ -4,7 +4,7 @@
 ``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode`` and ``_push_mode`` of
 ``torch.overrides``, ``_disable_current_modes`` of ``torch.utils._python_dispatch``, and
 ``DisableContext`` and ``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``, and the
-classes of ``torch.ops``; checked on torch 2.13 and 2.11.
+classes of ``torch.ops``; checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A later stage recomputes masks, positions and rotary tables instead of receiving
 only on the call's arguments and constant buffers. They cost almost nothing, and their bits are the
 same.
 
-A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names of
-torch (checked on 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
+A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names
+(torch 2.14, 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
 """
 
 from __future__ import annotations

@@ -220,11 +220,12 @@ def muon_rate(info: ParameterInfo, shape: Sequence[int], adjust_lr_fn: str | Non
 
 
 def _own_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
-    """Return the factor by which ``torch.optim.Muon`` multiplies its rate (2.11 and 2.13)."""
+    """Return the factor by which ``torch.optim.Muon`` multiplies its rate (2.11, 2.13 and 2.14)."""
     rows, columns = shape
     if adjust_lr_fn == "match_rms_adamw":
         return float(0.2 * max(rows, columns) ** 0.5)
-    return float(max(1.0, rows / columns) ** 0.5)
+    least = 0.0 if adjust_lr_fn == "spectral_unclamped" else 1.0  # that one since torch 2.14
+    return float(max(least, rows / columns) ** 0.5)
 
 
 def _scale(info: ParameterInfo) -> float:

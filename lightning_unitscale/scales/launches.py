@@ -7,7 +7,7 @@ returns its ``CompiledKernel``, whose ``run`` takes the grid, stream, ``function
 integers too. Checked on Triton 3.6 and 3.7; with other versions nothing is reused.
 
 Private names of torch: ``_cuda_getCurrentRawStream`` and ``_cuda_getDevice`` of ``torch._C``,
-checked on torch 2.11 and 2.13. Triton and Inductor call them as well.
+checked on torch 2.11, 2.13 and 2.14. Triton and Inductor call them as well.
 """
 
 from __future__ import annotations

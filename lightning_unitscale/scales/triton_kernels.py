@@ -11,7 +11,7 @@ adds them in FP32. So squares of 1e25 and 1e-25 neither overflow nor vanish. All
 are in FP64. The relative error of a sum is about 2**-23 divided by the root of the number of
 elements.
 
-Checked with Triton 3.6 (which belongs to torch 2.11) and 3.7 (to torch 2.13).
+Checked with Triton 3.6 (of torch 2.11), 3.7 (of 2.13) and, in its interpreter, 3.8 (of 2.14).
 """
 
 from __future__ import annotations

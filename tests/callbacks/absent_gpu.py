@@ -21,10 +21,11 @@ from typing_extensions import override
 import lightning_unitscale
 from lightning_unitscale.capture.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.capture.operators import RULES
+from lightning_unitscale.matmuls import execute
 from lightning_unitscale.matmuls import fp8_linear as fp8
 from lightning_unitscale.matmuls.kernels import matmul_kernel
 from lightning_unitscale.monitor import input_gradients, rows, watched_call
-from lightning_unitscale.scales import transfer
+from lightning_unitscale.scales import launches, transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
 
 PACKAGE = str(Path(lightning_unitscale.__file__).parent)
@@ -218,9 +219,11 @@ def a_gpu() -> Iterator[Gpu]:
                 "get_device_capability": lambda *_: (9, 0),
                 "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
                 "set_rng_state": lambda *_: None,
-                "current_stream": lambda *_: mock.Mock(cuda_stream=0),
             },
         ),
+        # A torch with CUDA would ask the driver, and has kernels that do not take fake tensors.
+        (launches, {"current_stream": lambda index: 0}),
+        (execute, {"overridden_kernel": lambda operator, _: getattr(torch.ops.aten, operator)}),
         (
             triton_statistics,
             {name: gpu.kernel(name) for name in ("partial_rows", "joint_rows")},

@@ -29,7 +29,7 @@ from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateForma
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.units import Units
-from tests.helpers import assert_same_bits
+from tests.helpers import IS_TORCH_2_14, assert_same_bits
 
 pytestmark = pytest.mark.slow  # Inductor compiles C++
 
@@ -355,11 +355,11 @@ def test_whether_inductor_compiles_it(options: dict[str, Any]) -> None:
 
 
 def test_a_layer_of_torchs_own_that_is_compiled() -> None:
-    """Dynamo runs it as it is written, and does not look into its matmuls."""
+    """Until torch 2.13 Dynamo runs it as it is written, and does not look into its matmuls."""
     module = Steps(Mlp())
     module.net.up.compile()
     coverage = run(module, trained(inputs(1, 4, 16)), [])[1]
-    assert counters["frames"]["total"] == 0
+    assert counters["frames"]["total"] == int(IS_TORCH_2_14)
     assert coverage.fraction_of_flops("units") == 1.0
 
 

@@ -133,7 +133,7 @@ def test_the_record_goes_along_with_a_pickled_module() -> None:
     assert record.find_exchanged(net, plan) == ["head.weight", "head.bias"]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_a_traced_layer_is_known_again() -> None:
     net = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)))
     record, plan = PlannedParameters(), RulePlan()

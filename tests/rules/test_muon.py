@@ -28,7 +28,7 @@ from lightning_unitscale.rules.learning_rates import (
 from lightning_unitscale.rules.scaled_step import scale_learning_rates
 from lightning_unitscale.rules.transform import PLAN_ATTRIBUTE
 from tests.callbacks.runs import QUIET
-from tests.helpers import assert_same_bits
+from tests.helpers import IS_TORCH_2_14, assert_same_bits
 
 
 def info(role: Role = Role.HIDDEN, fan_in: int = 32, fan_out: int = 128, **more: Any) -> Any:
@@ -48,7 +48,10 @@ def stepped(
     return weight.detach()
 
 
-@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+ADJUST = [None, "original", "match_rms_adamw", *["spectral_unclamped"] * IS_TORCH_2_14]
+
+
+@pytest.mark.parametrize("adjust", ADJUST)
 @pytest.mark.parametrize("shape", [(128, 32), (32, 128), (64, 64)])
 @pytest.mark.parametrize("role", [Role.HIDDEN, Role.READOUT])
 @pytest.mark.parametrize("is_transposed", [False, True])

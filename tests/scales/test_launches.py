@@ -45,13 +45,18 @@ def _address(value: Any) -> Any:
 
 @pytest.fixture
 def kernels() -> Iterator[dict[str, Kernel]]:
-    """Kernels by name, with no earlier launches."""
+    """Kernels by name, with no earlier launches, of a version of Triton that was checked."""
+    import triton
+
     from lightning_unitscale.scales import triton_statistics
 
     made = {name: Kernel() for name in ("partial_rows", "joint_rows")}
     triton_statistics._plan.cache_clear()
     stand_ins = {**made, "current_device": lambda: None, "_JOINT_LAUNCHES": {}}
-    with mock.patch.multiple(triton_statistics, **stand_ins):
+    with (
+        mock.patch.multiple(triton_statistics, **stand_ins),
+        mock.patch.object(triton, "__version__", "3.7.0"),
+    ):
         yield made
     triton_statistics._plan.cache_clear()
 
