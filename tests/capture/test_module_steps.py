@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
