@@ -6,25 +6,31 @@ matmuls within a factor 2 of RMS 1, and of all gradients that arrive at one with
 off the operators that torch executes. Beside it the model as it is, and the ``unit-scaling``
 package's ``unit_scale``. Gradients are checked against those of the same function without any
 factor on a gradient: they must be equal but for a power of two for each parameter, bit for bit.
+Each architecture gets its rules in three processes, whose strings have other hashes, and the graphs
+must be the same ones.
 
     python benchmarks/rule_coverage.py                # all of them, one table, one JSON file
-    python benchmarks/rule_coverage.py GPT-2 LSTM     # some
+    python benchmarks/rule_coverage.py GPT-2 BERT     # some
     python benchmarks/rule_coverage.py --core         # the twenty, and our own
     python benchmarks/rule_coverage.py --inductor     # compiled as well: a minute for each
+    python benchmarks/rule_coverage.py --graphs       # the graphs of three processes alone
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import os
+import re
 import statistics
+import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +55,7 @@ from benchmarks.architectures import (
 from benchmarks.model_zoo import CORE, ZOO
 from benchmarks.own_architectures import OWN
 from lightning_unitscale.capture.captured_copy import matmuls_of
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.unit_weights import ParameterGradients
 from lightning_unitscale.transforms import compile as compile_graphs
@@ -57,6 +63,7 @@ from lightning_unitscale.transforms import unit_scale
 
 RESULTS = Path(__file__).parent / "results" / "rule_coverage.json"
 OPERANDS_WITHIN, GRADIENTS_WITHIN = 2.0, 4.0
+NUM_PROCESSES = 3
 ALL: Mapping[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {**ZOO, **OWN}
 
 
@@ -81,6 +88,7 @@ class Coverage:
     reference: Share | str = "not run"
     inductor: str = "not run"
     gradients_exact: bool = False
+    graphs: list[str] = field(default_factory=list)  # a digest for each process
     residuals: int = 0
     origins: dict[str, int] | None = None
     parameters: dict[str, int] | None = None
@@ -147,6 +155,49 @@ def examine(name: str, *, inductor: bool) -> Coverage:
     return result
 
 
+def rewritten(steps: ModuleSteps) -> str:
+    """All graphs as the rules have rewritten them, and the rules' report."""
+    texts = [
+        str(region.graph)
+        for step in steps.steps.values()
+        for graph in step.graphs
+        for region in graph.rewritten().regions()
+    ]
+    texts += [graph_pass.report() for graph_pass in steps.passes]
+    # Some functions are printed with their address.
+    return re.sub("0x[0-9a-f]+", "", "\n".join(texts))
+
+
+def digest(steps: ModuleSteps) -> str:
+    return hashlib.sha256(rewritten(steps).encode()).hexdigest()[:16]
+
+
+def digest_of(name: str) -> str:
+    """Digest of an architecture's graphs after one step, or how it failed."""
+    torch._dynamo.reset()
+    try:
+        model, inputs = ALL[name]()
+        scaled = unit_scale(model)
+        run_step(scaled, inputs)
+        steps = steps_of(scaled)
+        assert steps is not None
+        return digest(steps)
+    except Exception as error:
+        return type(error).__name__
+
+
+def digests_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Digests of each architecture's graphs, one from each process."""
+    digests: dict[str, list[str]] = {name: [] for name in names}
+    for seed in range(1, NUM_PROCESSES + 1):
+        command = [sys.executable, "-W", "ignore", __file__, "--digest", *names]
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for name, line in zip(names, ended.stdout.splitlines(), strict=True):
+            digests[name].append(line)
+    return digests
+
+
 def _of(step: Step, fqn: str) -> Tensor:
     gradient = step.gradients[fqn]
     assert gradient is not None
@@ -203,6 +254,7 @@ def table(results: list[Coverage]) -> str:
                 *shown(result.rules_alone),
                 *shown(result.ours),
                 "yes" if result.gradients_exact else "NO",
+                "yes" if len(set(result.graphs)) == 1 else "NO",
                 result.inductor,
                 result.residuals,
                 (result.origins or {}).get("calibrated", 0),
@@ -212,7 +264,7 @@ def table(results: list[Coverage]) -> str:
     headers = (
         "architecture", "plain: operands", "gradients", "unit-scaling: operands", "gradients",
         "rules alone: operands", "gradients", "ours: operands", "gradients", "gradients exact",
-        "Inductor: loss, gradient", "residuals", "calibrated", "parameters left",
+        "same graphs", "Inductor: loss, gradient", "residuals", "calibrated", "parameters left",
     )  # fmt: skip
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -220,7 +272,13 @@ def table(results: list[Coverage]) -> str:
 def summary(results: list[Coverage]) -> str:
     """Medians and worst cases over the architectures that ran."""
     ran = [result for result in results if result.ours is not None and not result.error]
-    lines = [f"{len(ran)} of {len(results)} architectures run."]
+    same = sum(
+        len(result.graphs) == NUM_PROCESSES and len(set(result.graphs)) == 1 for result in ran
+    )
+    lines = [
+        f"{len(ran)} of {len(results)} architectures run, {same} with the same graphs in "
+        f"{NUM_PROCESSES} processes."
+    ]
     for what in ("plain", "rules_alone", "ours"):
         shares = [share for result in ran if (share := getattr(result, what)) is not None]
         if shares:
@@ -251,25 +309,28 @@ def main() -> None:
         "--core", action="store_true", help="the twenty that are promised, and ours"
     )
     parser.add_argument("--inductor", action="store_true", help="compile each of them as well")
+    parser.add_argument("--graphs", action="store_true", help="compare the graphs alone")
+    parser.add_argument("--digest", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    # What was compiled in an earlier run is kept.
-    earlier = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
-    inductor = {row["name"]: row["inductor"] for row in earlier}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     names = arguments.names or [*(CORE if arguments.core else ZOO), *OWN]
-    results = []
-    for name in names:
+    if arguments.digest:
+        for name in names:
+            print(digest_of(name), flush=True)
+        return
+    earlier = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
+    known = {row["name"]: _from_json(row) for row in earlier}
+    for name in () if arguments.graphs else names:
         result = examine(name, inductor=arguments.inductor)
-        if not arguments.inductor and name in inductor:
-            result.inductor = inductor[name]
-        results.append(result)
-        print(name, results[-1].error or results[-1].ours, flush=True)
-    order = {name: index for index, name in enumerate(ALL)}
-    done = {result.name for result in results}
-    kept = [_from_json(row) for row in earlier if row["name"] not in done]
-    results = sorted([*results, *kept], key=lambda result: order[result.name])
+        if not arguments.inductor and name in known:
+            result.inductor = known[name].inductor  # what was compiled in an earlier run is kept
+        known[name] = result
+        print(name, result.error or result.ours, flush=True)
+    for name, digests in digests_of(names).items():
+        known[name].graphs = digests
+    results = [known[name] for name in ALL if name in known]
     print(table(results))
     print(summary(results))
     document = {**machine(), "results": [asdict(result) for result in results]}

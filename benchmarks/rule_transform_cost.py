@@ -1,6 +1,6 @@
 """What the rules cost before the first step, from 8 to 512 transformer blocks.
 
-Time that Dynamo takes to capture the model, and time that the transform adds to it: finding
+CPU time that Dynamo takes to capture the model, and that the transform adds to it: finding
 residual adds and roles, deciding, and rewriting, without the eager steps in which it measures. Peak
 memory is that of Python's own objects while the transform works. The ``unit-scaling`` package's
 transform runs beside it, in the same process.
@@ -49,15 +49,15 @@ def ours(depth: int) -> dict[str, float]:
     steps.attach("benchmark")
     step = steps.steps["forward"]
     recorder = Recorder()
-    start = time.perf_counter()
+    start = time.process_time()
     with restoring(model):
         step.rehearse(recorder, *batch)
-    first = time.perf_counter() - start
-    start = time.perf_counter()
+    first = time.process_time() - start
+    start = time.process_time()
     with restoring(model):
         step.rehearse(Recorder(), *batch)
     # The second run is captured already.
-    capture = first - (time.perf_counter() - start)
+    capture = first - (time.process_time() - start)
 
     def transform() -> tuple[int, int]:
         flow = recorder.result()
@@ -70,9 +70,9 @@ def ours(depth: int) -> dict[str, float]:
         rules.plan = RulePlan(decisions, parameters)
         return len(flow.nodes), len(structure.residuals)
 
-    start = time.perf_counter()
+    start = time.process_time()
     num_nodes, num_residuals = transform()
-    planned = time.perf_counter() - start
+    planned = time.process_time() - start
     step.invalidate()
     step(*batch)
     rewritten = sum(record.seconds for record in steps.records)
@@ -96,13 +96,13 @@ def theirs(depth: int) -> str:
 
     torch._dynamo.reset()
     model, batch = DemoLoss(width=16, depth=depth, num_heads=2), demo_batch(1, 16)
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         unit_scale(model)(*batch)
     except (Exception, RecursionError) as error:
         cause = error.__cause__ or error
         return type(cause).__name__
-    return f"{time.perf_counter() - start:.2f}"
+    return f"{time.process_time() - start:.2f}"
 
 
 def plot(rows: list[dict[str, object]]) -> None:

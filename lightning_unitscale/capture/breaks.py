@@ -3,9 +3,16 @@
 Dynamo's own texts are pages of hints for its developers. Set ``TORCH_LOGS=graph_breaks`` to see
 them.
 
+<<<<<<< HEAD
 Private names used here were checked on torch 2.14, 2.13 and 2.11: ``graph_break_reasons``, the base
 of the exceptions, ``FailOnRecompileLimitHit``, which has another base, ``guard_failures``,
 ``warn_once``, the names of two loggers, and ``_len_torch_dispatch_stack``.
+=======
+Private names used here were checked on torch 2.13 and 2.11: ``graph_break_reasons``, the base of
+the exceptions, ``FailOnRecompileLimitHit``, which has another base, ``guard_failures``,
+``warn_once``, the names of two loggers, ``_len_torch_dispatch_stack`` and
+``_disable_current_modes``.
+>>>>>>> m43b
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import exc, utils
 from torch._dynamo.utils import graph_break_reasons, guard_failures
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.patching import nothing, shadowed
@@ -217,6 +225,10 @@ def without_dynamos_texts() -> Iterator[None]:
 def is_watched() -> bool:
     """Check whether a mode such as ``FlopCounterMode`` sees every operation of the calling code."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+# A context without these modes.
+unwatched = _disable_current_modes
 
 
 # The cached result for each class.

@@ -93,11 +93,14 @@ MATMUL_WORDS = frozenset(
 
 def _roles_of(target: Any) -> ScaleRule | Roles | None:
     """Return the roles of the parameters of a function, a method's name, or an aten operator."""
-    if hasattr(target, "overloadpacket"):
-        if (custom := _CUSTOM_OPERATORS.get(str(target).removesuffix(".default"))) is not None:
+    if hasattr(target, "overloadpacket") or hasattr(target, "overloads"):
+        # Dynamo keeps an operator without its overload as the user called it.
+        namespace, name, *overload = str(target).split(".")
+        if overload not in ([], ["default"]):
+            return None
+        if (custom := _CUSTOM_OPERATORS.get(f"{namespace}.{name}")) is not None:
             return custom
-        namespace, name, overload = str(target).split(".")
-        if (namespace, overload) != ("aten", "default"):
+        if namespace != "aten":
             return None
         target = getattr(torch, name, None) or getattr(F, name, None)
     try:

@@ -20,7 +20,12 @@ from torch import Tensor, fx
 from lightning_unitscale.capture import dynamo_capture as capture
 from lightning_unitscale.capture import executors
 from lightning_unitscale.capture.aliasing import find_effects, memory_roots, written_arguments
-from lightning_unitscale.capture.breaks import Reason, graph_breaks_since, joined_reasons
+from lightning_unitscale.capture.breaks import (
+    Reason,
+    graph_breaks_since,
+    joined_reasons,
+    unwatched,
+)
 from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.decompose import expand_composites
 from lightning_unitscale.capture.dynamo_capture import CapturedGraph
@@ -132,6 +137,15 @@ class GraphBackend:
         return _GraphOfEachModule(step, captured, self.executor).__call__
 
 
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """Rewrite a graph outside of what runs the call that needs it."""
+    # Between two graph breaks it may be called within a torch.func transform, where no rewritten
+    # graph can run. A mode such as a logger of operations would see its fake tensors.
+    with outside_transforms(), unwatched():
+        yield
+
+
 class _GraphOfEachModule:
     """Graphs, and so names, of each module that runs the same captured code."""
 
@@ -155,7 +169,8 @@ class _GraphOfEachModule:
             return self._first(*inputs)
         parameter = inputs[self._position]
         if id(parameter) not in self._by_parameter:
-            self._by_parameter[id(parameter)] = self._find(inputs)
+            with _outside():
+                self._by_parameter[id(parameter)] = self._find(inputs)
         return self._by_parameter[id(parameter)](*inputs)
 
     def _find(self, inputs: tuple[Any, ...]) -> GraphVariants:
@@ -206,9 +221,7 @@ class GraphVariants:
             return step.interpreter(self, inputs)
         observed = step.owner.observed
         if observed not in self._variants:
-            # Between two graph breaks it may be called within a torch.func transform, where no
-            # rewritten graph can run.
-            with outside_transforms():
+            with _outside():
                 self._variants[observed] = self._build(observed, inputs)
         return self._variants[observed](*inputs)
 

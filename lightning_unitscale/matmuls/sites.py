@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_unitscale.capture.copy_graphs import LINES, names_of_line
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.matmuls.autograd_nodes import identity_of
+from lightning_unitscale.matmuls.gauge import UNSCALED
 from lightning_unitscale.matmuls.measurement import Site
 from lightning_unitscale.matmuls.torch_internals import (
     CHECKPOINT,
@@ -79,7 +80,7 @@ LOSS = Run("(loss)", "(loss)")
 def _occurrence(result: str, path: str, word: str) -> int | None:
     """Return the index that a result's name gives a matmul, or ``None`` if it gives none."""
     # A part of a split graph may begin with a later matmul.
-    name = result.removeprefix(f"{path}." if path else "")
+    name = result.removeprefix(f"{path}." if path else "").removesuffix(UNSCALED)
     if name == word:
         return 0
     base, _, number = name.rpartition("_")
@@ -91,13 +92,34 @@ class Kind:
     """The matmuls of one kind in one module, in the order in which a step runs them."""
 
     sites: list[Site] = field(default_factory=list)
-    # The number of them that ran in the latest call, and the number of that call.
-    count: int = 0
+    # The number of the latest call, how far its matmuls were counted, and the names of the results
+    # that captured graphs gave to others of its matmuls, by index.
     episode: int = -1
+    count: int = 0
+    named: dict[int, str] = field(default_factory=dict)
 
     def next_index(self, episode: int) -> int:
         """Return the index of the next one to run in a call."""
-        return self.count if self.episode == episode else 0
+        if self.episode != episode:
+            self.episode, self.count = episode, 0
+            self.named.clear()
+        index = self.count
+        while index in self.named:
+            index += 1
+        return index
+
+    def index_of(self, result: str, number: int, episode: int | None) -> int:
+        """Return the index of the one with a result, whose name has a number.
+
+        Without an ``episode``, it runs once more for the latest call.
+        """
+        following = number if episode is None else self.next_index(episode)
+        if (known := self.named.get(number)) == result:
+            return number
+        # Another graph of the call, or code between two graphs, may have run one of this number.
+        if known is None and number >= self.count:
+            return number
+        return next((index for index, each in self.named.items() if each == result), following)
 
 
 class Sites:
@@ -138,18 +160,18 @@ class Sites:
 
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
         """Return the site of the matmul that is about to run."""
-        path, episode, _, result = run
-        key = path, word
-        index = _occurrence(result, *key) if result else None
-        if index is None:
-            index = self._index(key, run)
-            if episode == self.episode:
-                kind = self.kinds[key]
-                kind.count, kind.episode = index + 1, self.episode
+        key = run.path, word
+        index, is_named = self._index(key, run)
+        if run.episode == self.episode:
+            kind = self.kinds[key]
+            if is_named:
+                kind.named[index] = run.result
             else:
-                self._counts[key, episode] = index + 1
-            if (checkpoint := checkpoint_under_way()) is not None:
-                self.starts.setdefault(checkpoint, {}).setdefault(key, index)
+                kind.count = index + 1
+        elif not is_named:
+            self._counts[key, run.episode] = index + 1
+        if not is_named and (checkpoint := checkpoint_under_way()) is not None:
+            self.starts.setdefault(checkpoint, {}).setdefault(key, index)
         return self._site(key, roles, index)
 
     def find_all(self, matmuls: Sequence[tuple[Key, tuple[str, ...]]], run: Run) -> list[Site]:
@@ -163,7 +185,7 @@ class Sites:
         for key, roles in matmuls:
             kind = self.kinds[key]
             index = kind.next_index(episode)
-            kind.count, kind.episode = index + 1, episode
+            kind.count = index + 1
             sites = kind.sites
             found.append(sites[index] if index < len(sites) else self._site(key, roles, index))
         return found
@@ -182,24 +204,28 @@ class Sites:
 
     def peek(self, word: str, run: Run) -> Site | None:
         """Return the site that :meth:`find` would return, if it exists, without counting."""
-        kind = self.kinds.get((run.path, word))
-        index = self._index((run.path, word), run)
-        return kind.sites[index] if kind is not None and index < len(kind.sites) else None
+        index, _ = self._index((run.path, word), run)
+        sites = self.kinds[run.path, word].sites
+        return sites[index] if index < len(sites) else None
 
     def ahead(self, word: str, roles: tuple[str, ...], run: Run, count: int) -> Site:
         """Return the site that :meth:`find` would return after more calls, without counting."""
         key = run.path, word
-        return self._site(key, roles, self._index(key, run) + count)
+        return self._site(key, roles, self._index(key, run)[0] + count)
 
-    def _index(self, key: Key, run: Run) -> int:
-        if run.episode == self.episode:
-            kind = self.kinds.get(key)
-            return 0 if kind is None else kind.next_index(self.episode)
+    def _index(self, key: Key, run: Run) -> tuple[int, bool]:
+        """Return the index of the matmul, and whether the name of its result gives it."""
+        number = _occurrence(run.result, *key) if run.result else None
+        episode = self.episode if run.episode == self.episode else None
+        if number is not None:
+            return self.kinds[key].index_of(run.result, number, episode), True
+        if episode is not None:
+            return self.kinds[key].next_index(episode), False
         index = self._counts.get((key, run.episode))
-        if index is not None:
-            return index
-        # A checkpoint's body continues the count from its first run.
-        return self.starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
+        if index is None:
+            # A checkpoint's body continues the count from its first run.
+            index = self.starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
+        return index, False
 
     def owns_caller(self) -> bool:
         """Check whether a module of this session is on the stack of the current node."""
@@ -242,7 +268,8 @@ class Sites:
                 module = id(frame.f_locals["self"])
                 path = self.paths.get(module) or self.path_of(module)
             elif id(code) in LINES and (names := names_of_line(frame)) is not None:
-                path, result = names
+                # A graph of a module without parameters may not know its path.
+                path, result = names[0] or None, result or names[1]
             elif code is self.boundary:
                 path = ""
             elif code is CHECKPOINT:

@@ -135,7 +135,7 @@ def steady_forward(
     is_same = rule.with_factor or rule.temperature is not None
     if again is None or not (is_same or _is_same(rule, args, site, again)):
         return None
-    kind.count, kind.episode = index + 1, sites.episode
+    kind.count = index + 1
     if (key := latest_key(operands)) is not None:
         needs_gradient = [tensor.requires_grad for tensor in operands]
         visits = matmul.visits_of(placement)

@@ -2,9 +2,9 @@
 
 ``torch._C.DisableTorchFunction``, its opposite and ``_is_torch_function_all_disabled``,
 ``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode`` and ``_push_mode`` of
-``torch.overrides``, ``_disable_current_modes`` of ``torch.utils._python_dispatch``, and
-``DisableContext`` and ``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``, and the
-classes of ``torch.ops``; checked on torch 2.14, 2.13 and 2.11.
+``torch.overrides``, ``DisableContext`` and ``set_skip_guard_eval_unsafe`` of
+``torch._dynamo.eval_frame``, and the classes of ``torch.ops``; checked on torch 2.14, 2.13 and
+2.11.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_unitscale.capture.breaks import is_watched
+from lightning_unitscale.capture.breaks import is_watched, unwatched
 from lightning_unitscale.capture.graph_recorder import local_part
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.matmuls.torch_internals import RunAgain, is_recording, last_sequence_number
@@ -57,7 +56,7 @@ def unseen() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _unseen_by_modes() -> Iterator[None]:
-    with plain_functions(), _disable_current_modes():
+    with plain_functions(), unwatched():
         yield
 
 

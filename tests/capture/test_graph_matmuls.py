@@ -84,6 +84,8 @@ _FORMS: dict[str, _Form] = {
         {"mat": _A, "vec": _B},
         _C,
     ),
+    "operator": (lambda a, b: torch.ops.aten.mm(a, b), _MM, {"input": _A, "mat2": _B}, ""),
+    "overload": (lambda a, b: torch.ops.aten.mm.default(a, b), _MM, {"input": _A, "mat2": _B}, ""),
     "einsum": (
         lambda a, b: torch.einsum("ij,jk", a, b),
         _MM,

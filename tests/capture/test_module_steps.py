@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS, ModuleSteps, steps_of
@@ -271,3 +273,50 @@ def test_by_rules_nothing_runs_as_it_is_within_a_transform() -> None:
         RuntimeError, match=r"Module\.forward cannot be .* by rules: it runs within"
     ):
         _in_vmap(scaled, x)
+
+
+class Seen(TorchDispatchMode):
+    """A mode, such as torch's debug mode, under which Dynamo captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[type] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kinds.update(type(one) for one in args if isinstance(one, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_nothing_of_the_rewriting() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)[None]
+            return functional.scaled_dot_product_attention(x, x, x)[0]
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Not captured itself. The second and the third layer run one captured code.
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x.square().sum()
+
+    module, x = Layers(), torch.randn(3, 4)
+    expected = run(module, x)
+    steps = _attached(module)
+    with Seen() as seen:
+        assert_same_bits(run(module, x), expected)
+    assert len(steps.steps["forward"].graphs) == 3
+    assert seen.kinds <= {Tensor, nn.Parameter}

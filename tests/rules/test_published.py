@@ -78,3 +78,16 @@ def test_a_published_model(name: str, readout: str) -> None:
     # (What the composite multiplies queries and keys by is undone where they are read.)
     assert all(matmul.output == pytest.approx(1 / 16) for matmul in matmuls)
     assert torch.isfinite(given.loss)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(*(f"ignore:{text}" for text in _EXPECTED))
+def test_the_weights_of_experts_are_set_to_unit_scale() -> None:
+    # transformers calls its operator for a grouped matmul without an overload.
+    model, inputs = ZOO["Mixtral"]()
+    scaled = unit_scale(model)
+    run_step(scaled, inputs)
+    experts = {fqn: plan for fqn, plan in parameters_of(scaled).items() if ".experts." in fqn}
+    assert len(experts) == 4
+    assert all(plan.action == "scaled" for plan in experts.values())
+    assert len(decided(scaled, "grouped_mm_fallback")) == 4
