@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.weak import TensorWeakRef
 
 from lightning_unitscale.capture.aliasing import is_view
@@ -96,6 +96,29 @@ class KeepingHeld(DispatchMode):
         if func._schema.is_mutable:
             for tensor in written_by(func, args, options):
                 keep_before_write(tensor)
+        return func(*args, **options)
+
+
+class WriteProtected(DispatchMode):
+    """Mode in which an operation that writes into a module's parameters raises an error instead."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters = list(module.parameters())
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that the user compiled run compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in written_by(func, args, options):
+                if any(_share_memory(tensor, parameter) for parameter in self._parameters):
+                    raise RuntimeError(f"{func} would write into a parameter")
         return func(*args, **options)
 
 

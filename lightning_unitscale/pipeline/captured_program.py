@@ -31,6 +31,7 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.copy_graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.capture.graph_nodes import call as call_of
 from lightning_unitscale.capture.graph_variants import GraphCall
+from lightning_unitscale.capture.held_inputs import WriteProtected
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import Phase, StepGraph
 from lightning_unitscale.capture.rollback import restoring
@@ -369,10 +370,17 @@ def first_called(
 
 
 def run_first(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Run a step of a module for what it sets up. It logs nothing, and may fail."""
+    """Run a step of a module for what it sets up. It logs nothing, and may fail.
+
+    It ends where it would write into a parameter.
+    """
     logs = {name: nothing for name in LOGS if hasattr(module, name)}
-    with shadowed(module, **logs), contextlib.suppress(Exception):
+    data = [(parameter, parameter.data) for parameter in module.parameters()]
+    with shadowed(module, **logs), contextlib.suppress(Exception), WriteProtected(module):
         run()
+    for parameter, before in data:
+        if parameter.data_ptr() != before.data_ptr():
+            parameter.data = before
 
 
 def forward_of(path: str) -> str:

@@ -21,6 +21,7 @@ from lightning_unitscale.pipeline import (
     pipeline,
 )
 from lightning_unitscale.pipeline.balance import possible_cuts
+from lightning_unitscale.pipeline.captured_program import run_first
 from lightning_unitscale.pipeline.cuts import insert_mark
 from lightning_unitscale.pipeline.explain import PipelinePlan, explain_step, plan_of
 from lightning_unitscale.pipeline.schedules import simulate_1f1b
@@ -263,6 +264,28 @@ def test_a_plan_of_a_step_whose_module_sets_itself_up() -> None:
     assert plan.only == ""
     assert module.logged == module.steps == []
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("how", ["in place", "other memory"])
+def test_a_first_run_writes_no_parameter(how: str) -> None:
+    module = Stepping()
+    module.net = Installs(*module.net)
+    weight = module.net[0][0].weight
+    before = weight.detach().clone()
+
+    def step() -> None:
+        module.net(torch.ones(1, 64))
+        module.log("number", torch.ones(()))
+        if how == "in place":
+            weight.data.t()[0].mul_(2)
+        else:
+            weight.data = torch.zeros(64, 64)
+        raise ValueError("not the last line")
+
+    run_first(module, step)
+    assert torch.equal(weight, before)
+    assert module.net.is_installed
+    assert module.logged == []
 
 
 def test_a_plan_of_the_module_that_a_step_calls() -> None:
