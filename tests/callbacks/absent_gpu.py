@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 import lightning_unitscale
+from lightning_unitscale.capture import graph_variants
 from lightning_unitscale.capture.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.capture.operators import RULES
 from lightning_unitscale.matmuls import execute
@@ -233,6 +234,7 @@ def a_gpu() -> Iterator[Gpu]:
         (Tensor, {"data_ptr": _place}),
         # The monitor and layers in FP8 leave fake tensors alone.
         (rows, readable),
+        (graph_variants, {"unwatched": contextlib.nullcontext}),
         (input_gradients, readable),
         (watched_call, {"is_readable": torch.is_floating_point}),
         (fp8, {"has_subclass": lambda _: False}),

@@ -89,7 +89,7 @@ def test_a_model_that_holds_the_module(tmp_path: Path) -> None:
     callback.on_train_begin(*arguments, model=held, optimizer=optimizer)
     assert callback.attachment.module is module
     callback.on_train_end(*arguments)
-    with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"is a SimpleNamespace\. Expected the torch\.nn\.M"):
         callback.on_train_begin(*arguments, model=SimpleNamespace(), optimizer=optimizer)
 
 
