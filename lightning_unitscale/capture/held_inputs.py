@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import TensorWeakRef
+from typing_extensions import override
 
 from lightning_unitscale.capture.aliasing import is_view
 from lightning_unitscale.capture.aot_backend import written_by
@@ -81,8 +82,8 @@ def held(alias: Tensor) -> Tensor:
     )
 
 
-class KeepingHeld(DispatchMode):
-    """Mode that copies the numbers that backward passes need before they are written."""
+class _SeeingWrites(DispatchMode):
+    """Mode that sees the tensors that operations are about to write into."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -95,31 +96,33 @@ class KeepingHeld(DispatchMode):
         options = kwargs or {}
         if func._schema.is_mutable:
             for tensor in written_by(func, args, options):
-                keep_before_write(tensor)
+                self.before_write(tensor)
         return func(*args, **options)
 
+    def before_write(self, tensor: Tensor) -> None:
+        """Handle a tensor before it is written."""
+        raise NotImplementedError
 
-class WriteProtected(DispatchMode):
+
+class KeepingHeld(_SeeingWrites):
+    """Mode that copies the numbers that backward passes need before they are written."""
+
+    @override
+    def before_write(self, tensor: Tensor) -> None:
+        keep_before_write(tensor)
+
+
+class WriteProtected(_SeeingWrites):
     """Mode in which an operation that writes into a module's parameters raises an error instead."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._parameters = list(module.parameters())
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let functions that the user compiled run compiled."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if func._schema.is_mutable:
-            for tensor in written_by(func, args, options):
-                if any(_share_memory(tensor, parameter) for parameter in self._parameters):
-                    raise RuntimeError(f"{func} would write into a parameter")
-        return func(*args, **options)
+    @override
+    def before_write(self, tensor: Tensor) -> None:
+        if any(_share_memory(tensor, parameter) for parameter in self._parameters):
+            raise RuntimeError("an operation would write into a parameter")
 
 
 def keep_before_write(tensor: Tensor) -> None:
