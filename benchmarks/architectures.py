@@ -252,7 +252,7 @@ def _tracks(name: str, inputs: Mapping[str, Any], plain: Step) -> bool:
         return False
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
     """What was said, without advice and without the folders of this machine."""
     return re.sub(r"/\S*/site-packages/", "", text.splitlines()[0])
 
@@ -289,7 +289,7 @@ def _examine(name: str, observer: MatmulObserver, *, verbose: bool) -> Result:
     result.num_gradients = len(plain_step.gradients)
     result.differing, result.largest_difference = differing_gradients(plain_step, our_step)
     texts = (f"{one.category.__name__}: {one.message}" for one in caught)
-    result.warnings = sorted(set(map(_first_line, texts)))
+    result.warnings = sorted(set(map(first_line, texts)))
     result.far = [
         (group, operator, rms)
         for group, values in asdict(ours).items()

@@ -47,6 +47,7 @@ from benchmarks.architectures import (
     Operands,
     Step,
     equal_bits,
+    first_line,
     machine,
     observe_step,
     run_step,
@@ -149,7 +150,7 @@ def examine(name: str, *, inductor: bool) -> Coverage:
         if compiled is not None:
             result.inductor = _inductor(compiled, inputs, ours)
     except Exception as error:
-        result.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        result.error = first_line(f"{type(error).__name__}: {error}")[:200]
         return result
     result.reference = reference(name)
     return result
