@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
+from lightning_unitscale.capture.dynamo_capture import static_shapes
 from lightning_unitscale.loops.ranks import gathered, is_distributed
 from lightning_unitscale.matmuls.measured_operands import combined_rms
 from lightning_unitscale.matmuls.measurement import Measurement
@@ -160,8 +161,6 @@ def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:
     """Return the context of a rehearsed training step. Its captures are the ones to be cut."""
     if pipeline_of(trainer) is None:
         return nullcontext()
-    from lightning_unitscale.pipeline.captured_program import static_shapes
-
     return static_shapes()
 
 

@@ -190,6 +190,11 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+def static_shapes() -> AbstractContextManager[Any]:
+    """Recapture batches of another size with constant sizes within this context."""
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+
+
 @contextlib.contextmanager
 def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
     """Set Dynamo's options under which a step is captured and its captures are found."""

@@ -48,8 +48,8 @@ def set_up_by(call: Callable[[], object], module: nn.Module, *, keeps_root: bool
     """Make the first call of a module without gradients, and return whether it set anything up.
 
     Random numbers and buffers are as before, and without ``keeps_root`` the module's own attributes
-    as well. A library's setup stays, which no graph may be able to contain: transformers installs
-    hooks in a module's first call, under a lock.
+    and the memory of its parameters as well. A library's setup stays, which no graph may be able to
+    contain: transformers installs hooks in a module's first call, under a lock.
     """
     before = _setup_of(module)
     with contextlib.ExitStack() as undo:
@@ -68,25 +68,20 @@ def _root_restorers(module: nn.Module) -> Iterator[Callable[[], object]]:
     for path, value in held_values(module):
         if path.partition(".")[0] in own:
             yield from restorers_of(value)
+    for parameter in module.parameters():
+        if not is_lazy(parameter):
+            yield functools.partial(_restore_memory, parameter, parameter.data)
 
 
-def _setup_of(module: nn.Module) -> list[Any]:
+def _setup_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return what a first call may change of a module and its submodules: attributes and hooks."""
-    return [
-        {
-            name: len(value)
-            if name.endswith("_hooks")
-            else value
-            if _is_flag(value)
-            else type(value)
-            for name, value in vars(one).items()
-        }
-        for one in module.modules()
-    ]
+    return [{name: _brief(value) for name, value in vars(one).items()} for one in module.modules()]
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, (bool, int, str))
+def _brief(value: Any) -> Any:
+    if isinstance(value, dict):  # such as a module's hooks
+        return len(value)
+    return value if isinstance(value, (bool, int, str)) else type(value)
 
 
 def undoers(module: nn.Module, keep: Collection[str] = ()) -> Iterator[Callable[[], object]]:
@@ -169,10 +164,14 @@ def _restore_lazy(tensor: Tensor, kind: type, data: Tensor) -> None:
         tensor.__class__ = kind
 
 
-def _restore_parameter(parameter: nn.Parameter, data: Tensor, saved: Tensor) -> None:
+def _restore_memory(parameter: nn.Parameter, data: Tensor) -> None:
     # A step may give it other storage, while others still share the old one.
     if parameter.data_ptr() != data.data_ptr():
         parameter.data = data
+
+
+def _restore_parameter(parameter: nn.Parameter, data: Tensor, saved: Tensor) -> None:
+    _restore_memory(parameter, data)
     numbers = saved.to(parameter.device)
     if not torch.equal(parameter.detach(), numbers):
         parameter.data.copy_(numbers)

@@ -23,20 +23,21 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import override
 
+from lightning_unitscale.capture.dynamo_capture import static_shapes
 from lightning_unitscale.capture.graph_nodes import requires_grad, returned_loss
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.loops.ranks import broadcast
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
-from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.captured_program import (
     LOGS,
     Arguments,
     as_attribute,
     first_called,
     forward_of,
-    static_shapes,
     with_most_parameters,
     without,
+    without_logs,
 )
 from lightning_unitscale.pipeline.checks import check_equal
 from lightning_unitscale.pipeline.data_parallel import GridStrategy
@@ -260,7 +261,7 @@ class PipelinedForward:
         """Return the candidate that the step calls first, and the arguments of the call."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         before = [tensor._version for tensor in tensors]
-        with self._metrics.unchanged(), shadowed(self.module, **dict.fromkeys(LOGS, nothing)):
+        with self._metrics.unchanged(), without_logs(self.module):
             run = partial(self._own_step, *call.args, **call.kwargs)
             found = first_called(self.module, self._candidates, run)
         if found is None:

@@ -2,8 +2,6 @@
 
 The parameters are inputs of a step's graph, but named attributes of a program. Inputs that a pass
 adds (factors, keys of random rounding) are made on every rank, like the batch. They are never sent.
-
-:func:`static_shapes` uses private names of Dynamo (checked on torch 2.13).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch._dynamo.config
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 from typing_extensions import override
@@ -34,7 +31,8 @@ from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.capture.held_inputs import WriteProtected
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import Phase, StepGraph
-from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.capture.rollback import restoring, set_up_by
+from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.memory.profile_step import refuse_lazy, refuse_without_forward
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline.dataflow import is_call
@@ -46,6 +44,7 @@ from lightning_unitscale.pipeline.program import (
     loss_index,
     named_tensors,
 )
+from lightning_unitscale.pipeline.rank_metrics import SharedMetrics
 
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
@@ -183,11 +182,6 @@ def _name_by_origin(graph: fx.Graph) -> None:
             node.meta[graph_nodes.NAME] = str(node.target)
 
 
-def static_shapes() -> contextlib.AbstractContextManager[Any]:
-    """Recapture batches of another size with constant sizes within this context."""
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-
-
 @dataclass(frozen=True)
 class StepProgram:
     """The program of a captured step."""
@@ -322,9 +316,9 @@ class CalledSteps(ModuleSteps):
         if path:
             return returnable_method(self.module.get_submodule(path), method)
         steps = steps_of(self.module)
-        if steps is not None and name in steps.steps:
-            return steps.original(name)
-        return super().original(name)
+        if steps is None or steps is self or name not in steps.steps:
+            return super().original(name)
+        return steps.original(name)
 
 
 class _ReachedError(BaseException):
@@ -369,18 +363,28 @@ def first_called(
     return None
 
 
-def run_first(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Run a step of a module for what it sets up. It logs nothing, and may fail.
+def without_logs(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a module's log methods do nothing."""
+    return shadowed(module, **{name: nothing for name in LOGS if hasattr(module, name)})
 
-    It ends where it would write into a parameter.
+
+def sets_up(steps: ModuleSteps, run: Callable[[], Any]) -> bool:
+    """Run code of a module uncaptured, and return whether that set anything up.
+
+    If so, nothing is captured any more, and a step that was not one graph may be one now. The code
+    logs nothing and may fail. It ends where it would write into a parameter.
     """
-    logs = {name: nothing for name in LOGS if hasattr(module, name)}
-    data = [(parameter, parameter.data) for parameter in module.parameters()]
-    with shadowed(module, **logs), contextlib.suppress(Exception), WriteProtected(module):
-        run()
-    for parameter, before in data:
-        if parameter.data_ptr() != before.data_ptr():
-            parameter.data = before
+    module = steps.module
+
+    def run_first() -> None:
+        with without_logs(module), contextlib.suppress(Exception), WriteProtected(module):
+            run_inside(run)  # a session around it neither scales nor counts its matmuls
+
+    with SharedMetrics(module).unchanged():
+        is_set_up = set_up_by(run_first, module, keeps_root=False)
+    if is_set_up:
+        steps.reset()
+    return is_set_up
 
 
 def forward_of(path: str) -> str:

@@ -11,15 +11,14 @@ from typing import Any
 from tabulate import tabulate
 from torch import nn
 
-from lightning_unitscale.capture.dynamo_capture import unmarked
+from lightning_unitscale.capture.dynamo_capture import static_shapes, unmarked
 from lightning_unitscale.capture.graph_nodes import ELSEWHERE, MODULE
 from lightning_unitscale.capture.graph_variants import GraphCall, NotOneGraphError
-from lightning_unitscale.capture.rollback import restoring, set_up_by
+from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import COSTS
-from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.pipeline import balance, captured_program
 from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
 from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
@@ -228,16 +227,14 @@ def explain_step(
     steps = captured_program.CalledSteps(module, (method,), defer=captured_program.LOGS)
     step = steps.steps[method]
     only, loss = "", None
-    with captured_program.static_shapes(), unmarked(module), context():
+    with static_shapes(), unmarked(module), context():
         run = partial(step.__wrapped__, part, *args, **kwargs)
         try:
             try:
                 call = step.graph_call(part, *args, **kwargs)
             except NotOneGraphError:
-                first = partial(captured_program.run_first, module, run)
-                if not set_up_by(first, module, keeps_root=False):
+                if not captured_program.sets_up(steps, run):
                     raise
-                steps.reset()
                 call = step.graph_call(part, *args, **kwargs)
             loss = captured_program.loss_position(step, call, (part, *args), kwargs)
         except NotOneGraphError as error:
@@ -262,9 +259,8 @@ def _of_called(
 ) -> tuple[GraphCall, str]:
     """Return the graph and the name of the module that a step calls for a microbatch."""
     paths = captured_program.with_most_parameters(module)
-    logs = {name: nothing for name in captured_program.LOGS if hasattr(module, name)}
     while True:
-        with restoring(module, parameters=False), shadowed(module, **logs):
+        with restoring(module, parameters=False), captured_program.without_logs(module):
             found = captured_program.first_called(module, paths, run)
         if found is None:
             raise failure

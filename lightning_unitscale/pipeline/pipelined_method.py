@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_unitscale.capture.dynamo_capture import static_shapes
 from lightning_unitscale.capture.graph_variants import (
     GraphCall,
     GraphVariants,
@@ -32,9 +33,7 @@ from lightning_unitscale.capture.graph_variants import (
     NotOneGraphError,
 )
 from lightning_unitscale.capture.module_steps import steps_of
-from lightning_unitscale.capture.rollback import set_up_by
 from lightning_unitscale.matmuls.scaled_methods import begin_microbatch
-from lightning_unitscale.matmuls.session import run_inside
 from lightning_unitscale.memory.remat_module import StepPartitioner
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline import captured_program
@@ -46,7 +45,6 @@ from lightning_unitscale.pipeline.data_parallel import GridStrategy
 from lightning_unitscale.pipeline.engine import PipelineRunner, Replaced
 from lightning_unitscale.pipeline.pipe import build_pipe
 from lightning_unitscale.pipeline.program import split_evenly
-from lightning_unitscale.pipeline.rank_metrics import SharedMetrics
 from lightning_unitscale.pipeline.stage_owners import SharedGradients
 from lightning_unitscale.pipeline.stage_variants import ObservedStages, remat_stages
 from lightning_unitscale.pipeline.whole_batch import WholeBatch, joined
@@ -135,17 +133,12 @@ class PipelinedMethod:
             steps = captured_program.CalledSteps(module, (name,), defer=defer, like=steps)
         self.steps = steps
 
-    def sets_up(self, call: Callable[[], object]) -> bool:
+    def sets_up(self, run: Callable[[], object]) -> bool:
         """Run code of the module uncaptured, once, and return whether that set anything up."""
         if self._is_set_up:
             return False
         self._is_set_up = True
-        # The session around neither scales nor counts its matmuls.
-        with SharedMetrics(self.module).unchanged():
-            if not set_up_by(partial(run_inside, call), self.module, keeps_root=False):
-                return False
-        self.steps.reset()
-        return True
+        return captured_program.sets_up(self.steps, run)
 
     def graph_calls(
         self, parts: Sequence[captured_program.Arguments], whole: captured_program.Arguments
@@ -272,8 +265,7 @@ class PipelinedStep(PipelinedMethod):
         if self.strategy.ownership.is_settled:
             return False
         part = split_evenly(batch, self.strategy.num_microbatches)[0]
-        run = partial(self.steps.steps[_NAME].__wrapped__, part, *args, **kwargs)
-        return self.sets_up(partial(captured_program.run_first, self.module, run))
+        return self.sets_up(partial(self.steps.original(_NAME), part, *args, **kwargs))
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of one batch, and return the step's result for it."""
@@ -281,7 +273,7 @@ class PipelinedStep(PipelinedMethod):
         parts = split_evenly(batch, self.strategy.num_microbatches)
         # Here and in the parts of a batch, a tensor that occurs twice becomes two inputs.
         (batch,) = split_evenly(batch, 1)
-        with captured_program.static_shapes():
+        with static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )
@@ -332,7 +324,7 @@ class PipelinedEvaluation(PipelinedMethod):
         parts = [batch] if count == 1 else split_evenly(batch, count)
         if count > 1:
             (batch,) = split_evenly(batch, 1)
-        with captured_program.static_shapes():
+        with static_shapes():
             calls, whole = self.graph_calls(
                 [((part, *args), kwargs) for part in parts], ((batch, *args), kwargs)
             )

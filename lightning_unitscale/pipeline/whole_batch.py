@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_unitscale.capture.dynamo_capture import static_shapes
 from lightning_unitscale.capture.graph_nodes import (
     INTERNAL,
     example_tensor,
@@ -30,7 +31,7 @@ from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.capture.passes import StepGraph
 from lightning_unitscale.pipeline.batch_rules import Coupled, Fact, Mean, Operation, Rows, Same
 from lightning_unitscale.pipeline.batchwise import BatchFacts, CountedMean, compare_graph_modules
-from lightning_unitscale.pipeline.captured_program import capture_program, static_shapes
+from lightning_unitscale.pipeline.captured_program import capture_program
 from lightning_unitscale.pipeline.dataflow import find_sources
 from lightning_unitscale.pipeline.program import LossSpec, Program
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_unitscale.capture.dynamo_capture import static_shapes
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.pipeline.batch_rules import Coupled, Mean, Rows, Same
 from lightning_unitscale.pipeline.batchwise import compare_graphs
 from lightning_unitscale.pipeline.captured_program import (
     loss_position,
     program_of_step,
-    static_shapes,
 )
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.whole_batch import WholeBatch, joined

@@ -21,7 +21,7 @@ from lightning_unitscale.pipeline import (
     pipeline,
 )
 from lightning_unitscale.pipeline.balance import possible_cuts
-from lightning_unitscale.pipeline.captured_program import run_first
+from lightning_unitscale.pipeline.captured_program import CalledSteps, sets_up
 from lightning_unitscale.pipeline.cuts import insert_mark
 from lightning_unitscale.pipeline.explain import PipelinePlan, explain_step, plan_of
 from lightning_unitscale.pipeline.schedules import simulate_1f1b
@@ -282,7 +282,7 @@ def test_a_first_run_writes_no_parameter(how: str) -> None:
             weight.data = torch.zeros(64, 64)
         raise ValueError("not the last line")
 
-    run_first(module, step)
+    assert sets_up(CalledSteps(module, ("training_step",)), step)
     assert torch.equal(weight, before)
     assert module.net.is_installed
     assert module.logged == []
