@@ -257,6 +257,7 @@ def test_a_plan_of_a_step_whose_module_sets_itself_up() -> None:
     module = Stepping()
     module.net = Installs(*module.net)
     module.other = Installs(nn.Linear(64, 1))
+    module.num_hooks = 1
     module.steps = []
     module.training_step = MethodType(noting_step, module)
     state = torch.get_rng_state()
