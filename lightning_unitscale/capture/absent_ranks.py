@@ -3,10 +3,7 @@
 FSDP allocates and frees gathered parameters by resizing a storage, below the dispatcher. On a GPU
 it uses streams, which do not exist without one.
 
-Private names of torch, checked on 2.14, 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
-``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the state of an FSDP module,
-``unset_fake_temporarily``, the method ``resize_`` of a storage, and FSDP's calls of ``torch.cuda``
-for its streams and its device.
+Private names of torch were checked on 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -12,10 +12,8 @@ function that still breaks is captured with its break. Answers are remembered by
 
 Torch 2.11 treats all traced code as exported. From 2.12 on, and here, only exported code is.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``ConvertFrame``, which is called
-once for each function to capture, and the ``_box`` of what it calls; ``_get_error_on_graph_break``;
-``tracing_state_functions``, ``tx`` in the handler that answers whether anything is compiled, and
-``SpeculationLogDivergence``. The lines in ``real_stack`` of Dynamo's errors were checked on 2.13.
+Private names used here were checked on torch 2.14, 2.13 and 2.11, and ``real_stack`` of Dynamo's
+errors on 2.13.
 """
 
 from __future__ import annotations

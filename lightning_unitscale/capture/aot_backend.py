@@ -22,13 +22,7 @@ AOTAutograd calls its graph with the inputs unchanged. If the class of an input 
 in Python (``__torch_function__``), the checks of the first call raise an error. So such inputs are
 passed as ordinary tensors.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: Inductor's
-``custom_partitioner_fn``, and the switches of the two caches of compiled graphs;
-``OpOverload.py_kernels``, ``OpOverload._dispatch_cache``, ``OpOverload._op_dk`` and
-``OpOverload._schema``, ``torch._C.DispatchKey``, ``TorchDispatchMode``;
-``torch._C._AutoDispatchBelowAutograd``; ``_rnn_helper``, ``upsample_compute_output_size``,
-``suggest_memory_format`` and ``compute_elementwise_output_logical_to_physical_perm`` of torch's
-decompositions; ``_disabled_torch_dispatch_impl``.
+Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -3,10 +3,7 @@
 Dynamo's own texts are pages of hints for its developers. Set ``TORCH_LOGS=graph_breaks`` to see
 them.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``graph_break_reasons``, the base
-of the exceptions, ``FailOnRecompileLimitHit``, which has another base, ``guard_failures``,
-``warn_once``, the names of two loggers, ``_len_torch_dispatch_stack`` and
-``_disable_current_modes``.
+Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

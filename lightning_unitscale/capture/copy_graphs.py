@@ -1,9 +1,6 @@
 """Copy Dynamo's graphs, add inputs to them, and run their operators without numbers.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``node._dynamo_source``,
-``node._rename``, ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and
-``_exit_autocast``; ``FakeTensorMode``; ``_LazyGraphModule``; and ``_lineno_map`` and
-``_prologue_start`` of a graph's module.
+Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

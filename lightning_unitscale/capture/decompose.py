@@ -4,9 +4,7 @@ Dynamo does not split multi-head attention. Scaled dot-product attention may run
 a softmax. Both are replaced by the operations torch would run, in the same order, so every bit
 stays the same. Attention that torch runs as one fused kernel stays one node.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``_fused_sdp_choice``;
-``_sdpa_kernel``, which Dynamo leaves of ``sdpa_kernel``; of symbolic shapes ``SymInt.node.expr``,
-``sympy_interp``, ``PythonReferenceAnalysis``.
+Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

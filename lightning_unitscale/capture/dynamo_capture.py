@@ -1,11 +1,7 @@
 """Capture a function by Dynamo, and describe its graphs.
 
 Other modules use only :class:`CapturedGraph` and callables. Private names used here were checked on
-torch 2.14, 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``_dynamo_static_input_type`` of parameters and buffers;
-``ConvertFrame``, which is called once for each function to capture, and returns when its graph is
-compiled; ``ConvertFrameAssert``, which it calls; ``guarded_code`` of its result,
-``frame_exec_strategy`` of an error by which it gives up on a function, ``GraphCompileReason``.
+torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

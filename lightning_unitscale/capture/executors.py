@@ -1,7 +1,6 @@
 """Run a rewritten graph: op by op, by AOTAutograd's graphs op by op, or by Inductor.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``boxed_nop``, ``compile_fx``,
-``compile_fx_inner``, ``list_mode_options``, functorch's ``backward_pass_autocast``.
+Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Simulate a device that need not exist, for fake tensors.
 
-Private names of torch, checked on 2.14, 2.13 and 2.11: ``FakeTensorMode`` and its exceptions,
-``fake_tensor_converter``, ``_current_autograd_node``, ``_execution_engine``,
-``_IncludeDispatchKeyGuard``, ``_dispatch_has_kernel_for_dispatch_key``, ``DisableTorchFunction``,
-``HigherOrderOperator``, ``reset_code``, ``fast_detach``, and that C++ reads a fake tensor's device
-through the operator ``prim::device``.
+Private names of torch were checked on 2.14, 2.13 and 2.11. C++ reads a fake tensor's device through
+the operator ``prim::device`` in all of them.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ Hooks of parameters run in another order, because all gradients arrive at once. 
 differentiated a second time. So a step runs uncaptured if a backward hook is registered, or when a
 backward pass is recorded.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``_engine_run_backward``, by
-which ``torch.autograd`` runs all backward passes, ``RemovableHandle.next_id``, and the dictionaries
-of hooks of modules, of parameters and of all modules.
+Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@ hook, and captures no loop over such modules. So these hooks are disabled during
 graph calls them: before the first operation of their module and after the last one. FSDP still
 gathers, frees and reduces. If tensor parallelism has split a module first, FSDP gathers its splits.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``_forward_pre_hooks``,
-``_forward_hooks`` and ``_parameters`` of modules; that FSDP always gathers into the same
-``Parameter``, whose storage is empty meanwhile; ``_get_fsdp_state`` and ``_mp_policy`` of sharded
-modules, FSDP's mark for Dynamo, and the package of its hooks.
+Private names used here were checked on torch 2.14, 2.13 and 2.11, and that FSDP
+always gathers into the same ``Parameter``, whose storage is empty meanwhile.
 """
 
 from __future__ import annotations

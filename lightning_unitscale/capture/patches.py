@@ -34,18 +34,7 @@
   tensor made in inference mode: the view has no version counter, which functionalization reads. Its
   graphs return no inference tensors anyway.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11: ``VariableBuilder``'s
-``wrap_numpy_ndarray``, to which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``;
-``NumpyVariable``, which an array is; ``RandomVariable``, and ``RandomClassVariable``, which makes
-one; ``BaseListVariable.cls_for_instance``; ``TorchInGraphFunctionVariable._get_handlers``;
-``ConvertFrame``, which is called once per function to capture, ``ConvertFrameReturn``, whose
-default is to leave the function alone, ``GraphCompileReason``, and the two errors; the sets behind
-``torch.compiler.allow_in_graph``, which itself cannot be taken back; ``tracing_state_functions``,
-``tx`` in the handler that answers whether anything is compiled;
-``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``, which runs what is
-not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
-``_exit_inference_mode``, which Dynamo puts into its graphs; ``SideEffects.codegen_update_mutated``,
-which writes a step's changes of objects, ``store_attr_mutations``, and ``DeletedVariable``.
+Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -3,10 +3,7 @@
 Unit scaling changes a graph only by this primitive. With powers of two it is exact: multiplying by
 2**k only moves the exponent, so nothing is rounded unless a value leaves the range of its type.
 
-Private names of torch, checked on torch 2.11, 2.13 and 2.14: in ``torch._C`` whether ``torch.func``
-transforms are active; in ``torch._C._functorch`` their wrapped tensors, the depth of their stack,
-the level of forward-mode differentiation, and whether hooks on saved tensors are disabled (as
-transforms do); the context of ``torch._functorch`` that leaves the stack.
+Private names of torch were checked on 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Prepare a joint graph for planning, and split it by the plan.
 
-Planning is done on :class:`RematProblem`. These private names of torch were checked on 2.14, 2.13
-and 2.11, which lacks ``is_opaque_node``: ``TracingContext`` and its table of fake tensors;
-``cleanup_recompute_tags``, ``force_save_collectives``, ``force_save_effectful_ops``,
-``force_save_bw_mutation_src``, ``InputMutationAOTOutput``; ``_extract_fwd_bwd_modules``,
-``functionalize_rng_ops``, ``is_opaque_node``, ``thread_graphsafe_rng_from_hops``.
+Planning is done on :class:`RematProblem`. Private names of torch were checked on 2.14, 2.13 and
+2.11, which lacks ``is_opaque_node``.
 """
 
 from __future__ import annotations

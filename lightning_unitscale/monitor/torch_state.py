@@ -1,10 +1,6 @@
 """Use private names of torch to inspect its modes, as no other file of this folder does.
 
-``torch._C.DisableTorchFunction``, its opposite and ``_is_torch_function_all_disabled``,
-``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode`` and ``_push_mode`` of
-``torch.overrides``, ``DisableContext`` and ``set_skip_guard_eval_unsafe`` of
-``torch._dynamo.eval_frame``, and the classes of ``torch.ops``; checked on torch 2.14, 2.13 and
-2.11.
+They were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ only on the call's arguments and constant buffers. They cost almost nothing, and
 same.
 
 A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names
-(torch 2.14, 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
+were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Stages validate without the weights of other ranks. But a hook may merge adapter
 swap in averages. All ranks run the same hooks, so each rank needs the values. During the first
 validation of a training every rank keeps all values, and reads of them are recorded.
 
-Private names, checked on torch 2.14, 2.13 and 2.11: ``torch._C.DisableTorchFunctionSubclass`` and
-``_cdata``.
+Private names of torch were checked on 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

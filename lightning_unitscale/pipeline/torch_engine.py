@@ -16,9 +16,7 @@ gradient and sends one back. A missing gradient is an error. The results of the 
 like what it sends, which is nothing. A rank with two adjacent stages connects to itself, which gloo
 refuses.
 
-Undocumented names, checked on torch 2.14, 2.13 and 2.11: the overridden methods of
-``PipelineStage``, ``_PipelineScheduleRuntime`` with ``pipeline_order_with_comms``,
-``_add_send_recv``, ``_Action`` and ``_ComputationType``.
+Undocumented names were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations
