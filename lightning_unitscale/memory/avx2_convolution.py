@@ -1,15 +1,15 @@
 """Estimate what oneDNN's convolutions allocate on a CPU with AVX2, in FP32.
 
-Which kernel runs, its layouts and its scratchpad follow from oneDNN 3.12's ``src/cpu``:
-``cpu_convolution_list.cpp`` has the order of kernels, ``x64/jit_avx2_conv_kernel_f32.cpp`` the
-direct ones with eight channels in a block, ``x64/jit_brgemm_conv_bwd_utils.cpp`` those of strided
-gradients, and ``gemm_convolution_utils.cpp`` the one for all other shapes, with patches in columns.
-``ref_deconvolution.hpp`` runs transposed ones. ``ONEDNN_VERBOSE=1`` prints what runs.
+Which kernel runs, its layouts and its scratchpad follow from oneDNN 3.12's ``src/cpu``: direct
+kernels with eight channels in a block (``x64/jit_avx2_conv_kernel_f32.cpp``), those of strided
+gradients (``x64/jit_brgemm_conv_bwd_utils.cpp``), and for the weights' gradient of other shapes one
+with patches in columns (``gemm_convolution_utils.cpp``). Transposed convolutions run as gradients.
+The other kernels, for shapes that few models have, are estimated by the direct ones.
+``ONEDNN_VERBOSE=1`` prints what runs.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -28,15 +28,11 @@ _ITEM = 4
 _BLOCK = 8  # channels, as a register has floats
 _PAGE = 4096
 _ALIGNMENT = 128  # of each part of a scratchpad
-_BATCH_ITEM = 40  # sizeof(brgemm_batch_element_t)
-_WIDEST_PADDING, _WIDEST_REACH = 3, 7  # positions that a direct kernel computes at once
-# The scratchpad of columns is limited, in all and by the tensors for each thread. Where patches
-# exceed it, this share of it is used.
-_MOST_SCRATCH_BYTES, _MOST_SCRATCH = 2**30, 15
-_IMAGE_SHARE, _WEIGHT_SHARE = 0.1, 0.05
 _VOLUME = 3  # dimensions
-_PLAIN_INPUTS = 3  # of images that are read with channels first
+_PLAIN_INPUTS = (3,)  # of images that the gradient of the weights reads as they are
 _WIDEST_TAPS, _WIDEST_DEPTHWISE_TAPS = 13, 3  # of a row, in the gradient of the weights
+# The scratchpad of columns is limited by the tensors for each thread. Larger patches get a share.
+_MOST_SCRATCH, _COLUMN_SHARE = 15, 0.05
 
 
 class _Shape(NamedTuple):
@@ -52,14 +48,10 @@ class _Shape(NamedTuple):
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    is_turned: bool  # channels last, which kernels read as they are
 
     @property
     def is_depthwise(self) -> bool:
-        """Check that there is one filter for each channel of an image, not of a volume."""
-        return self.has_one_each and len(self.taps) < _VOLUME
-
-    @property
-    def has_one_each(self) -> bool:
         """Check that there is one filter for each channel."""
         return self.groups > 1 and self.inputs == self.outputs == 1
 
@@ -78,35 +70,22 @@ class _Shape(NamedTuple):
         """Return the bytes of the result."""
         return _ITEM * self.batch * self.groups * self.outputs * prod(self.result)
 
-    @property
-    def widths(self) -> list[int]:
-        """Return the extents of a dilated filter."""
-        return [(n - 1) * step + 1 for n, step in zip(self.taps, self.dilation, strict=True)]
+    def blocked(self, plain: Sequence[int] = ()) -> tuple[int, int, int]:
+        """Return the bytes of images, filters and result in blocks of channels.
 
-    @property
-    def is_dense(self) -> bool:
-        """Check that filters have no gaps."""
-        return all(n == 1 or step == 1 for n, step in zip(self.taps, self.dilation, strict=True))
-
-    @property
-    def end_padding(self) -> list[int]:
-        """Return the padding behind the images."""
-        every = zip(self.result, self.stride, self.widths, self.size, self.padding, strict=True)
-        return [(out - 1) * step + wide - (size + pad) for out, step, wide, size, pad in every]
-
-    def blocked(self) -> tuple[int, int, int]:
-        """Return the bytes of images, filters and result in blocks of channels."""
+        Images with as many channels as one of ``plain`` are read as they are.
+        """
+        groups, inputs, outputs = self.groups, self.inputs, self.outputs
+        is_plain = groups == 1 and inputs in plain and prod(self.taps) > 1
         if self.is_depthwise:
-            factor = _rounded(self.groups, _BLOCK) / self.groups
-            sizes = (self.image_bytes, self.weight_bytes, self.result_bytes)
-            images, filters, result = (int(size * factor) for size in sizes)
-            return images, filters, result
-        if self.groups > 1:
-            return self.image_bytes, self.weight_bytes, self.result_bytes
-        inputs, outputs = _rounded(self.inputs, _BLOCK), _rounded(self.outputs, _BLOCK)
-        filters = _ITEM * inputs * outputs * prod(self.taps)
-        images = _ITEM * self.batch * inputs * prod(self.size)
-        return images, filters, _ITEM * self.batch * outputs * prod(self.result)
+            groups = _rounded(groups, _BLOCK)
+        elif groups == 1:
+            inputs = inputs if is_plain else _rounded(inputs, _BLOCK)
+            outputs = _rounded(outputs, _BLOCK)
+        images = 0 if is_plain else _ITEM * self.batch * groups * inputs * prod(self.size)
+        filters = _ITEM * groups * inputs * outputs * prod(self.taps)
+        result = _ITEM * self.batch * groups * outputs * prod(self.result)
+        return (0, filters, 0) if self.is_turned else (images, filters, result)
 
 
 def _shape_of(images: Tensor, weight: Tensor, result: Tensor, options: Sequence[Any]) -> _Shape:
@@ -114,252 +93,125 @@ def _shape_of(images: Tensor, weight: Tensor, result: Tensor, options: Sequence[
     stride, padding, dilation, is_transposed, _, groups = options
     batch, _, *size = map(int, images.shape)
     first, second, *taps = map(int, weight.shape)
-    output_size = tuple(map(int, result.shape[2:]))
-    if is_transposed:
-        size, output_size = list(output_size), tuple(size)
+    sizes = tuple(size), tuple(map(int, result.shape[2:]))
     return _Shape(
-        batch, groups, second, first // groups, tuple(size), output_size,
+        batch, groups, second, first // groups, *(sizes[::-1] if is_transposed else sizes),
         tuple(taps), tuple(stride), tuple(padding), tuple(dilation),
+        has_channels_last(images, weight),
     )  # fmt: skip
 
 
 def forward(args: Sequence[Any], result: Tensor) -> int:
     """Count the copies and buffers of a forward convolution."""
     shape = _shape_of(args[0], args[1], result, args[3:9])
-    if has_channels_last(args[0], args[1]):
-        buffers = 0 if shape.is_depthwise else _batch_bytes(1)
-        return (
-            turned_bytes(args[0], args[1]) + _filters(shape, shape.inputs, outputs=True) + buffers
-        )
+    copied = turned_bytes(args[0], args[1]) if shape.is_turned else 0
     if args[6]:
-        return _image_gradient(shape, has_bias=args[2] is not None) - shape.image_bytes
-    # The result leaves its layout by a copy.
-    return _direct_or_columns(shape, args[2] is not None) - shape.result_bytes
+        return copied + _image_gradient(shape, has_bias=args[2] is not None) - shape.image_bytes
+    return copied + _result(shape) - shape.result_bytes
 
 
 def backward(args: Sequence[Any]) -> int:
     """Count the gradient of the input, then those of weight and bias, then their plain copies."""
     grad, images, weight, mask, is_transposed = args[0], args[1], args[2], args[10], args[7]
     shape = _shape_of(images, weight, grad, args[4:10])
-    channels = shape.groups * (shape.inputs if is_transposed else shape.outputs)
-    bias = _ITEM * channels if mask[2] else 0
-    turned, copies = has_channels_last(images, weight), 1
+    bias = _ITEM * int(grad.shape[1]) if mask[2] else 0
     first = second = third = returned = 0
     if mask[0]:
         returned = bytes_of(images)
-        if turned:
-            first = returned + _turned_image_scratch(shape)
-        else:
-            first = _direct_or_columns(shape, False) if is_transposed else _image_gradient(shape)
+        first = _result(shape) if is_transposed else _image_gradient(shape)
     if mask[1]:
-        if turned:
-            filters, scratch = _turned_weight_scratch(shape, bias)
-            copies = 2
-        else:
-            filters, scratch = _weight_scratch(shape, bias)
-            scratch += _ALIGNMENT if is_transposed and not _has_direct_gradient(shape) else 0
+        filters, scratch = _weight_gradient(shape)
         second = returned + filters + bias + scratch
-        third = returned + filters + 2 * bias + copies * shape.weight_bytes
+        third = returned + filters + 2 * bias + (1 + shape.is_turned) * shape.weight_bytes
         returned += shape.weight_bytes + bias
-    copied = turned_bytes(images, weight, grad) if turned else copy_of(grad)
+    copied = turned_bytes(images, weight, grad) if shape.is_turned else copy_of(grad)
     return max(first, second, third) + copied - returned
 
 
-def _direct_or_columns(shape: _Shape, has_bias: bool) -> int:
-    """Count a convolution with its result."""
-    if shape.has_one_each and len(shape.taps) == _VOLUME and max(shape.dilation) == 1:
-        # ``brdgmm_dw_convolution_fwd_t`` reads channels last. The result comes back by two copies.
-        running = shape.image_bytes + _filters(shape, 1, outputs=True) + shape.result_bytes
-        return max(running, 3 * shape.result_bytes)
-    if not _is_direct(shape):
-        return shape.result_bytes + max(shape.result_bytes, _columns(shape))
-    images, filters, output = shape.blocked()
-    taps = prod(shape.taps)
-    if not shape.is_depthwise and shape.inputs < _BLOCK and taps > 1:
-        outputs = shape.groups * _rounded(shape.outputs, _BLOCK)
-        images, filters = 0, _ITEM * outputs * shape.inputs * taps
-    bias = _padded_bias(shape) if has_bias else 0
-    running = images + filters + bias + _thinned(shape) + output
-    return max(running, output + shape.result_bytes)
+def _result(shape: _Shape) -> int:
+    """Count a convolution with its result, which leaves its layout by a copy."""
+    images, filters, output = shape.blocked(range(_BLOCK))
+    output = output or shape.result_bytes
+    running = images + filters + _thinned(shape) + output
+    return running if shape.is_turned else max(running, output + shape.result_bytes)
 
 
 def _image_gradient(shape: _Shape, *, has_bias: bool = False) -> int:
     """Count the gradient of the images with it. A bias is added from a second one."""
     size = shape.image_bytes
     images, filters, output = shape.blocked()
-    if _has_strided_gradient(shape):
+    is_strided = max(shape.stride) > 1 and max(shape.dilation) == 1
+    if is_strided and (shape.groups == 1 or shape.outputs > _BLOCK):
         # Channels last, and back by two copies.
-        second = size + 2 * _ALIGNMENT if has_bias else 0
-        filters = _filters(shape, shape.outputs, outputs=False)
-        running = shape.result_bytes + filters + size + _strided_scratch(shape) + second
-        return max(running, (3 if shape.groups * shape.inputs > 1 else 2) * size)
-    is_blocked = shape.groups == 1 or not (shape.inputs % _BLOCK or shape.outputs % _BLOCK)
-    is_dense = max(shape.dilation) == 1 if shape.is_depthwise else shape.is_dense
-    # Positions before the image that a filter reaches, and those computed at once.
-    reach = shape.widths[-1] - 1 - shape.padding[-1]
-    is_narrow = reach <= _WIDEST_REACH or shape.size[-1] <= _WIDEST_REACH
-    is_simple = is_dense or (max(shape.stride) == 1 and not shape.is_depthwise)
-    if is_simple and (shape.is_depthwise or (is_blocked and is_narrow)):
-        second = images + _ALIGNMENT if has_bias else 0
-        return max(output + filters + images + second, images + size)
-    second = size + 2 * _ALIGNMENT if has_bias else 0
-    return size + max(size, _patches(shape, _IMAGE_SHARE) + second)
+        given = 0 if shape.is_turned else shape.result_bytes
+        running = given + filters + size * (1 + has_bias) + _strided_scratch(shape)
+        return running if shape.is_turned else max(running, 3 * size)
+    images = images or size
+    running = output + filters + images * (1 + has_bias)
+    return running if shape.is_turned else max(running, images + size)
 
 
-def _has_strided_gradient(shape: _Shape) -> bool:
-    """Check the conditions of ``jit_brgemm_conv_bwd_strided``."""
-    if max(shape.stride) == 1 or max(shape.dilation) > 1:
-        return False
-    return shape.groups == 1 or shape.outputs > _BLOCK
-
-
-def _weight_scratch(shape: _Shape, bias: int) -> tuple[int, int]:
+def _weight_gradient(shape: _Shape) -> tuple[int, int]:
     """Return the bytes of the filters' gradient as a kernel writes it, and of its buffers."""
-    if not _has_direct_gradient(shape):
-        return shape.weight_bytes, _column_gradient(shape)
-    images, filters, output = shape.blocked()
-    if shape.groups == 1 and shape.inputs == _PLAIN_INPUTS and prod(shape.taps) > 1:
-        images, filters = 0, filters * _PLAIN_INPUTS // _BLOCK
-    padded = _padded_bias(shape) if bias else 0
-    return filters, output + images + padded + _thinned(shape)
+    if _has_direct_gradient(shape):
+        images, filters, output = shape.blocked(_PLAIN_INPUTS)
+        if shape.is_turned and shape.groups > 1 and not _has_depthwise_gradient(shape):
+            channels = _rounded(shape.inputs, _BLOCK) * _rounded(shape.outputs, _BLOCK)
+            filters = _ITEM * shape.groups * channels * prod(shape.taps)
+        return filters, output + images + _thinned(shape)
+    # Patches of one image, or of one of its planes, and the filters of each thread. oneDNN reserves
+    # as many floats for them as they have bytes.
+    positions, threads = prod(shape.result[-2:]), torch.get_num_threads()
+    is_split = positions // threads < 256 and (shape.batch != 1 or shape.groups > 2)
+    copies = threads if is_split else 1
+    filters = copies * _ITEM * shape.weight_bytes
+    if max(*shape.taps, *shape.stride) == 1 and not any(shape.padding):
+        return shape.weight_bytes, filters
+    one_patch = _ITEM * shape.inputs * prod(shape.taps)
+    given = shape.image_bytes + shape.weight_bytes + shape.result_bytes
+    available = _MOST_SCRATCH * threads * given - filters
+    if one_patch * positions > available:
+        positions = max(_BLOCK, int(_COLUMN_SHARE * (available // one_patch)))
+    turned = threads * _ITEM * prod(shape.size) * shape.inputs if shape.is_turned else 0
+    return shape.weight_bytes, filters + copies * one_patch * positions + turned
 
 
-def _turned_weight_scratch(shape: _Shape, bias: int) -> tuple[int, int]:
-    """Return the same for images with channels last, which are read as they are."""
-    if shape.is_depthwise and _has_depthwise_gradient(shape):
-        return _filters(shape, 1, outputs=True), 0
-    if not _has_direct_gradient(shape, is_turned=True):
-        turned = _ITEM * prod(shape.size) * shape.inputs * torch.get_num_threads()
-        return shape.weight_bytes, _column_gradient(shape) + turned + _ALIGNMENT
-    is_plain = shape.inputs == _PLAIN_INPUTS
-    inputs = _PLAIN_INPUTS if is_plain else _rounded(shape.inputs, _BLOCK)
-    outputs = shape.groups * _rounded(shape.outputs, _BLOCK)
-    is_padded = bias and shape.outputs % _BLOCK
-    scratch = _thinned(shape) + (_ITEM * outputs + _ALIGNMENT if is_padded else 0)
-    return _ITEM * inputs * outputs * prod(shape.taps), scratch
-
-
-def _turned_image_scratch(shape: _Shape) -> int:
-    """Count filters and buffers of the gradient of images with channels last."""
-    if shape.is_depthwise and max(shape.dilation) == 1:
-        return _filters(shape, 1, outputs=False)
-    filters = _filters(shape, shape.outputs, outputs=False)
-    if _has_strided_gradient(shape):
-        return filters + _strided_scratch(shape)
-    if max(shape.stride) == 1:
-        return filters + _batch_bytes(1) + _ALIGNMENT
-    sums = _ITEM * prod(shape.size) * shape.inputs + _ALIGNMENT if shape.groups > 1 else 0
-    return _patches(shape) + sums
-
-
-def _filters(shape: _Shape, channels: int, *, outputs: bool) -> int:
-    """Return the bytes of filters with a padded number of outputs or inputs."""
-    if shape.has_one_each:
-        padded = _rounded(shape.groups, _BLOCK)
-    else:
-        padded = shape.groups * _rounded(shape.outputs if outputs else shape.inputs, _BLOCK)
-    return _ITEM * padded * channels * prod(shape.taps)
-
-
-def _is_direct(shape: _Shape) -> bool:
-    """Check the conditions of ``jit_avx2_conv_fwd_kernel_f32``."""
-    if shape.is_depthwise:
-        return True
-    if shape.groups > 1 and (shape.outputs % _BLOCK or shape.inputs % _BLOCK):
+def _has_direct_gradient(shape: _Shape) -> bool:
+    """Check the conditions of ``jit_avx2_conv_bwd_weights_kernel_f32``."""
+    if any(taps > 1 and step > 1 for taps, step in zip(shape.taps, shape.dilation, strict=True)):
         return False
-    is_wide = shape.taps[-1] > 7 and any(shape.padding) and max(shape.stride) > 1
-    ends = shape.end_padding
-    is_outside = any(
-        wide <= max(pad, end)
-        for wide, pad, end in zip(shape.widths, shape.padding, ends, strict=True)
-    )
-    return not is_wide and not is_outside and shape.padding[-1] <= _WIDEST_PADDING
+    if not shape.is_turned and shape.is_depthwise:
+        return _has_depthwise_gradient(shape)
+    if (
+        not shape.is_turned
+        and shape.groups > 1
+        and (shape.inputs % _BLOCK or shape.outputs % _BLOCK)
+    ):
+        return False
+    fits = all(taps <= size for taps, size in zip(shape.taps[:-1], shape.size[:-1], strict=True))
+    is_deep = len(shape.taps) == _VOLUME and shape.padding[0] > 0
+    return fits and not is_deep and shape.taps[-1] <= _WIDEST_TAPS
 
 
 def _has_depthwise_gradient(shape: _Shape) -> bool:
-    """Check the conditions of ``jit_uni_dw_conv_bwd_weights_kernel``."""
-    is_small = shape.taps[-1] <= _WIDEST_DEPTHWISE_TAPS and shape.stride[-1] <= shape.taps[-1]
-    every = zip(shape.padding, shape.end_padding, shape.taps, strict=True)
-    is_inside = all(max(pad, end) <= taps // 2 for pad, end, taps in every)
-    return is_small and is_inside and shape.is_dense
-
-
-def _has_direct_gradient(shape: _Shape, *, is_turned: bool = False) -> bool:
-    """Check the conditions of ``jit_avx2_conv_bwd_weights_kernel_f32``."""
-    if shape.is_depthwise and not is_turned:
-        return _has_depthwise_gradient(shape)
-    is_blocked = shape.groups == 1 or not (shape.inputs % _BLOCK or shape.outputs % _BLOCK)
-    if not shape.is_dense or not (is_blocked or is_turned):
-        return False
-    every = zip(shape.padding, shape.end_padding, shape.widths, strict=True)
-    if any(max(pad, end) >= wide for pad, end, wide in every):
-        return False
-    is_deep = len(shape.taps) == _VOLUME and (shape.padding[0] or shape.end_padding[0] > 0)
-    fits = all(taps <= size for taps, size in zip(shape.taps[:-1], shape.size[:-1], strict=True))
-    return not is_deep and fits and shape.taps[-1] <= _WIDEST_TAPS
-
-
-def _columns(shape: _Shape) -> int:
-    """Return the bytes of the patches of one image, or of the part that the cache holds."""
-    if len(shape.taps) == _VOLUME:
-        return _patches(shape)
-    taps = shape.inputs * prod(shape.taps)
-    per_position = shape.inputs * (1 + prod(shape.taps)) + shape.outputs
-    cached = (_cache_bytes() // _ITEM - taps * shape.outputs) // per_position
-    limit = _ITEM * taps * cached if cached > 0 else _cache_bytes()
-    return min(_patches(shape), limit + _ALIGNMENT)
-
-
-def _patches(shape: _Shape, share: float = 1, filters: int = 0) -> int:
-    """Return the bytes of the patches of one image, or of one of its planes.
-
-    Where they exceed the scratchpad that the gradients may have, a share of it is used.
-    """
-    one_patch = _ITEM * shape.inputs * prod(shape.taps)
-    positions, threads = prod(shape.result[-2:]), torch.get_num_threads()
-    given = shape.image_bytes + shape.weight_bytes + shape.result_bytes
-    available = min(_MOST_SCRATCH_BYTES, _MOST_SCRATCH * threads * given) - filters
-    if share < 1 and one_patch * positions > available:
-        positions = max(_BLOCK, int(share * (available // one_patch)))
-    return one_patch * positions + _ALIGNMENT
-
-
-def _column_gradient(shape: _Shape) -> int:
-    """Return the bytes of patches, and of the filters of each thread.
-
-    oneDNN reserves as many floats for the filters as they have bytes.
-    """
-    positions, threads = prod(shape.result[-2:]), torch.get_num_threads()
-    is_split = positions // threads < 256 and (shape.batch != 1 or shape.groups > 2)
-    filters = (threads if is_split else 1) * _ITEM * shape.weight_bytes
-    if max(*shape.taps, *shape.stride) == 1 and not any(shape.padding):
-        return filters + 2 * _ALIGNMENT
-    patches = _patches(shape, _WEIGHT_SHARE, filters) - _ALIGNMENT
-    return filters + (threads if is_split else 1) * patches + 2 * _ALIGNMENT
+    """Check the main condition of ``jit_uni_dw_conv_bwd_weights_kernel``."""
+    return shape.is_depthwise and shape.taps[-1] <= _WIDEST_DEPTHWISE_TAPS
 
 
 def _strided_scratch(shape: _Shape) -> int:
-    """Count a padded gradient for each thread, masks, and addresses of blocks."""
+    """Count a padded gradient for each thread, and rows that the stride does not divide."""
     lengths = [
-        out + max(0, wide - 1 - pad) // step + max(0, wide - 1 - end) // step
-        for out, wide, pad, end, step in zip(
-            shape.result, shape.widths, shape.padding, shape.end_padding, shape.stride, strict=True
+        out + max(0, taps - 1 - pad) // step + max(0, size + pad - 1 - (out - 1) * step) // step
+        for out, taps, pad, size, step in zip(
+            shape.result, shape.taps, shape.padding, shape.size, shape.stride, strict=True
         )
     ]
-    padded = _rounded(prod(lengths) * shape.groups * shape.outputs, _PAGE)
-    threads, scratch = torch.get_num_threads(), 2 * _PAGE + _batch_bytes(prod(shape.taps))
-    if shape.size[-1] % shape.stride[-1]:
-        # A row that the stride does not divide is written outside the image, once per step.
-        row = _rounded(shape.size[-1], shape.stride[-1]) * shape.groups * shape.inputs
-        row *= shape.stride[-1]
-        scratch += threads * _ITEM * _rounded(row, _PAGE) + _PAGE
-    return threads * (_ITEM * padded + _PAGE) + scratch
-
-
-def _batch_bytes(count: int) -> int:
-    """Return the bytes of the addresses of blocks, whole pages for each thread."""
-    pages = _rounded(count * _BATCH_ITEM, _PAGE)
-    return torch.get_num_threads() * _rounded(pages, _BATCH_ITEM) + _PAGE
+    padded = prod(lengths) * shape.groups * shape.outputs
+    rest = shape.size[-1] % shape.stride[-1]
+    row = _rounded(shape.size[-1], shape.stride[-1]) * shape.groups * shape.inputs if rest else 0
+    threads = torch.get_num_threads()
+    scratch = _ITEM * (_rounded(padded, _PAGE) + _rounded(row * shape.stride[-1], _PAGE))
+    return threads * (scratch + 2 * _PAGE) + 3 * _PAGE  # with masks, and addresses of blocks
 
 
 def _thinned(shape: _Shape) -> int:
@@ -372,24 +224,5 @@ def _thinned(shape: _Shape) -> int:
     return (one_image + _ALIGNMENT) * torch.get_num_threads()
 
 
-def _padded_bias(shape: _Shape) -> int:
-    """Return the bytes of a bias in whole blocks, if it has another size."""
-    if shape.groups > 1 and not shape.is_depthwise:
-        return 0
-    channels = shape.groups * shape.outputs
-    return _ITEM * _rounded(channels, _BLOCK) + _ALIGNMENT if channels % _BLOCK else 0
-
-
 def _rounded(size: int, multiple: int) -> int:
     return ceil(size / multiple) * multiple
-
-
-def _cache_bytes() -> int:
-    """Return the bytes of a core's second cache."""
-    try:
-        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or _DEFAULT_CACHE_BYTES
-    except (AttributeError, OSError, ValueError):
-        return _DEFAULT_CACHE_BYTES
-
-
-_DEFAULT_CACHE_BYTES = 512 * 1024
