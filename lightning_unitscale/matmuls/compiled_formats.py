@@ -36,7 +36,6 @@ from lightning_unitscale.matmuls.compiled_fp8 import (
 )
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, GraphRun, GraphRuns, note_caller
 from lightning_unitscale.matmuls.compiler_internals import InductorPass, guard_by, note_strides
-from lightning_unitscale.matmuls.execute import forget_copy
 from lightning_unitscale.matmuls.fp8_linear import Mode, is_weight
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
@@ -150,13 +149,8 @@ class RoundedGraph(GraphRuns):
         if matmul.is_backward:
             note_caller()
         args, kwargs = matmul.arguments(tensors, sizes)
-        # Within one autograd node, another tensor may use the memory of a gradient by now.
-        forget_copy()
-        try:
-            with plain_functions():
-                return matmul.listed(self._run(matmul, run, args, kwargs))
-        finally:
-            forget_copy()
+        with plain_functions():
+            return matmul.listed(self._run(matmul, run, args, kwargs))
 
     def _run(
         self, matmul: RoundedMatmul, run: int, args: tuple[Any, ...], kwargs: dict[str, Any]

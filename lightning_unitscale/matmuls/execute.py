@@ -23,7 +23,13 @@ from lightning_unitscale.functional.scale import (
     scale_in_place,
 )
 from lightning_unitscale.matmuls.measurement import Site
-from lightning_unitscale.matmuls.torch_internals import Kernel, current_node, overridden_kernel
+from lightning_unitscale.matmuls.torch_internals import (
+    PYTHON_NODE,
+    Kernel,
+    current_node,
+    graph_task,
+    overridden_kernel,
+)
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -205,9 +211,9 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     return placed
 
 
-# The last gradient scaled on each thread: autograd node, exponent, gradient, copy. This is not a
-# thread-local, because the step's thread frees the copies of the engine's threads.
-_LAST: dict[int, tuple[Any, int, Tensor, Tensor]] = {}
+# The last gradient scaled on each thread: autograd node, backward pass, exponent, gradient, copy.
+# This is not a thread-local, because the step's thread frees the copies of the engine's threads.
+_LAST: dict[int, tuple[Any, int, int, Tensor, Tensor]] = {}
 
 
 def shared_copy(tensor: Tensor, exponent: int, factor: Tensor | float | None = None) -> Tensor:
@@ -215,19 +221,20 @@ def shared_copy(tensor: Tensor, exponent: int, factor: Tensor | float | None = N
 
     With the ``factor``, the copy is the plain product, in torch's own memory.
     """
-    # Within one autograd node nothing can have changed the gradient meanwhile.
-    node, thread = current_node(), get_ident()
-    is_shared = node is not None
+    # One of torch's own nodes does not write into its gradient. A user's autograd function may,
+    # and so may the user between two backward passes through one node.
+    node, thread, task = current_node(), get_ident(), graph_task()
+    is_shared = node is not None and not isinstance(node, PYTHON_NODE)
     if factor is None:
         is_shared &= _copy_strides(tensor.shape, tensor.stride(), tensor.element_size())[0]
     if is_shared and (last := _LAST.pop(thread, None)) is not None:
-        last_node, last_exponent, source, copy = last
-        is_same = last_node is node and last_exponent == exponent
+        last_node, last_task, last_exponent, source, copy = last
+        is_same = last_node is node and last_task == task and last_exponent == exponent
         if is_same and source.data_ptr() == tensor.data_ptr() and source.numel() == tensor.numel():
             return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
     copy = scaled_copy(tensor, exponent) if factor is None else tensor.mul(factor)
     if is_shared:
-        _LAST[thread] = node, exponent, tensor, copy
+        _LAST[thread] = node, task, exponent, tensor, copy
     return copy
 
 

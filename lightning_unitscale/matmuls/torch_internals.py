@@ -71,6 +71,8 @@ RECOMPUTATIONS = frozenset(map(id, (*_RECOMPUTATIONS, _REENTRANT)))
 UNPACK = "unpack_hook"
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+# Base of the nodes of autograd functions that are written in Python.
+PYTHON_NODE: type = torch._C._FunctionBase
 # Number of the backward pass that runs on this thread, -1 if none does.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr

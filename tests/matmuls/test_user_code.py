@@ -34,6 +34,44 @@ class Bodies(Regression):
         return self.second(checkpoint(body, h, use_reentrant=self.reentrant))
 
 
+class Amplified(torch.autograd.Function):
+    """A matmul whose backward pass writes into its gradient between two matmuls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_x = gradient @ weight.T
+        return of_x, x.T @ gradient.mul_(3.0)
+
+
+class Amplifying(Regression):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return 0.01 * self.second(Amplified.apply(h, self.first.weight @ self.first.weight.T))
+
+
+class Repeated(Regression):
+    """Runs a backward pass twice, and writes into the vector that it starts from in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        vector = torch.full_like(h, 1e-3)
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(h, self.first.weight, vector, retain_graph=True)
+            vector.mul_(1.0 + gradient.norm())
+        return self.second(h) * vector.sum()
+
+
+@pytest.mark.parametrize("model", [Amplifying, Repeated])
+def test_a_gradient_is_written_between_its_matmuls(model: type[Regression]) -> None:
+    assert_same_run(lambda: model(norm=False), lambda: [UnitScaleCallback()])
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_body_of_a_checkpoint_has_the_same_matmuls_when_it_runs_again(reentrant: bool) -> None:
     def lossless() -> list[Any]:
