@@ -107,8 +107,7 @@ class ScaleAlerts:
         else:
             self._thresholds = violations.parse_thresholds(thresholds)
         limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
-        # The formats to count
-        self.formats = tuple(dict.fromkeys((*formats, *limited)))
+        self.formats = tuple(dict.fromkeys((*formats, *limited)))  # the formats to count
         # At most 10,000, newest last.
         self.alerts: list[ScaleAlert] = []
         self._horizon = trend_steps

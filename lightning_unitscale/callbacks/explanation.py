@@ -133,8 +133,7 @@ class UnitEvents:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._writers = RunWriters("scales", nothing)
-        # The loop that runs and its optimizer step.
-        self._running: tuple[Loop, int] | None = None
+        self._running: tuple[Loop, int] | None = None  # the loop that runs and its optimizer step
 
     def begin_batch(self, loop: Loop) -> None:
         """Take the step of the events that follow."""

@@ -28,8 +28,7 @@ class LightningLoop(Loop):
         self.module: pl.LightningModule = module
         self.steps = tuple(existing_steps(module))
         self.training_step = "training_step"
-        # The method that a training batch calls first.
-        self._called = "training_step"
+        self._called = "training_step"  # the method that a training batch calls first
         if module._compiled_call_impl is not None and is_lightning(trainer.strategy, "DDPStrategy"):
             # DDP calls the module, and so the whole compiled step of the module's ``compile()``.
             self._called = "_compiled_call_impl"

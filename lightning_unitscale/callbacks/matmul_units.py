@@ -64,8 +64,7 @@ class LateAgreement:
 
     def __init__(self) -> None:
         self._num_steps: int | None = None
-        # True while any rank lacks a unit.
-        self.is_open = False
+        self.is_open = False  # true while any rank lacks a unit
 
     @property
     def is_awaited(self) -> bool:
@@ -112,12 +111,10 @@ class MatmulUnits(LoopCallback):
         self._agreement = LateAgreement()
         # True while a training step runs. Its units stay until it ends.
         self._is_in_batch = False
-        # The current optimizer step, for users.
-        self._when = "step 0"
+        self._when = "step 0"  # the current optimizer step, for users
         # The last measurement, which may still be in transit, and its step.
         self._pending: tuple[Callable[[], Measurement], str] | None = None
-        # The current step, and whether to keep its count in any case.
-        self._step = "", False
+        self._step = "", False  # the current step, and whether to keep its count in any case
         # The step that an evaluation interrupts, and the count of its matmuls.
         self._interrupted: tuple[tuple[str, bool], CoverageCounter | None] = self._step, None
 

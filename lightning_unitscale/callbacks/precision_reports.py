@@ -37,8 +37,7 @@ class PrecisionReports:
         # The last report's choice, if there was one.
         self._chosen: tuple[Exemption, ...] | None = None
         self._last: Callable[[], tuple[MeasuredStep, Loop]] | None = None
-        # The optimizer step of the last report that chose.
-        self._chosen_at: int | None = None
+        self._chosen_at: int | None = None  # the optimizer step of the last report that chose
         self.lines: list[str] = []  # for ``explain()``
 
     def begin_batch(

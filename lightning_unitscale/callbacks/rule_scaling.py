@@ -87,8 +87,7 @@ class RuleScaling:
         self._sharded: ShardedModule | None = None
         self.settings = RuleSettings(lr_scaling)
         self._rates_follow = False
-        # True while an unscaled module is evaluated.
-        self._is_plain = False
+        self._is_plain = False  # true while an unscaled module is evaluated
 
     def passes_for(
         self, trainer: pl.Trainer, module: pl.LightningModule, *, is_other: bool, is_compiled: bool

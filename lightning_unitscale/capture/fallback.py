@@ -67,8 +67,7 @@ class Fallback:
         self._capturing = capturing  # around the capture of each function
         self.reason: str | None = None  # reason why all calls run the user's own method, if they do
         self.awaits_rules = False  # rules will scale the step but have changed nothing yet
-        # Number of hooks that were registered at the last check.
-        self._num_hooks = -1
+        self._num_hooks = -1  # number of hooks that were registered at the last check
         # True if the last call gave lazy modules their shapes, uncaptured, and before the first
         # call.
         self.awaits_shapes = True

@@ -171,8 +171,7 @@ class _SavedInput:
     ) -> None:
         self.forward, self.backward, self.source, self.given = forward, backward, source, given
         self.num_outputs = count
-        # The input, and its views that the forward pass makes.
-        self.views = [given]
+        self.views = [given]  # the input, and its views that the forward pass makes
         for view in self.views:
             self.views += [user for user in view.users if is_view(user) and not _is_backward(user)]
 

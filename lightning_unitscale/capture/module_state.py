@@ -56,8 +56,7 @@ class ModuleState:
         self.records: list[PassRecord] = []
         self.graph_breaks: list[Reason] = []
         self.say: Callable[[str], None] = nothing
-        # Why no step may be captured, if there is a reason.
-        self.stays_plain = ""
+        self.stays_plain = ""  # why no step may be captured, if there is a reason
         self._observers: set[str] = set()
         self._always_observed = False
 

@@ -38,8 +38,7 @@ class NamePatterns:
         self.exclude = _patterns("exclude", exclude)
         self._unmatched = [("include", pattern) for pattern in self.include]
         self._unmatched += [("exclude", pattern) for pattern in self.exclude]
-        # Kept as long as a pattern is unmatched.
-        self._names: dict[str, None] = {}
+        self._names: dict[str, None] = {}  # kept as long as a pattern is unmatched
 
     def match(self, node: fx.Node) -> bool:
         """Check that the node's module path or tensor name is included and not excluded."""

@@ -62,8 +62,7 @@ class MatmulRule:
     operator: str  # its name in ``torch.ops.aten``
     operands: tuple[int, ...]  # positions of the arguments in which it is linear
     results: tuple[Coefficients, ...]  # the coefficients of each result
-    # Returns the displayed name and the roles of the operands, from the arguments.
-    word: Word
+    word: Word  # returns the displayed name and the roles of the operands, from the arguments
     flops: Formula  # floating-point operations of a call
     addends: tuple[int, ...] = ()  # positions of arguments that are added to the first result
     # Arguments that are stored in the units of an operand: position and operand.

@@ -71,8 +71,7 @@ class CalledLoop(Loop):
         # Optimizer steps before the first call. One or two may create the optimizer's state.
         self._num_idle_steps = 0
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # The optimizer that is stepping and ends a training step.
-        self._stepping: Any = None
+        self._stepping: Any = None  # the optimizer that is stepping and ends a training step
         self._call: StepCaller | None = None
         self._is_attached = True
 

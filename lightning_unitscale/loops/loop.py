@@ -31,10 +31,8 @@ class Loop(abc.ABC):
     training_step: str
     # True if the loss is computed after that call instead of within it.
     has_loss_outside: bool = False
-    # The total number of optimizer steps, if the loop knows it.
-    num_steps: int | None = None
-    # True if the loop trains, so that an evaluation is part of a training.
-    is_fitting: bool = True
+    num_steps: int | None = None  # the total number of optimizer steps, if the loop knows it
+    is_fitting: bool = True  # true if the loop trains, so that an evaluation is part of a training
 
     def begin_batch(self) -> None:  # noqa: B027
         """Begin a training batch."""

@@ -102,8 +102,7 @@ class RoundedGraph(GraphRuns):
         self._are_parameters: tuple[bool, ...] = ()
         self._has_backward = False
         self.layers: dict[int, Layer] = {}  # by the number of a forward matmul
-        # How the layers run that this graph casts itself.
-        self.modes: dict[int, Mode] = {}
+        self.modes: dict[int, Mode] = {}  # how the layers run that this graph casts itself
 
     def add(self, matmul: RoundedMatmul) -> None:
         """Append a matmul."""

@@ -55,8 +55,7 @@ class Coverage:
     counts: tuple[MatmulCount, ...] = ()
     has_units: bool = True  # whether matmuls are scaled; if not, they are only rounded
     lacking: tuple[str, ...] = ()  # operands and gradients without a unit after the step
-    # The requested format of the step, such as ``"FP8"``; empty without one.
-    format: str = ""
+    format: str = ""  # the requested format of the step, such as ``"FP8"``; empty without one
 
     @property
     def num_matmuls(self) -> int:

@@ -159,8 +159,7 @@ class Scaling(NewNodes):
         self, graph: fx.Graph, copies: Any = None, in_units: Collection[fx.Node] = ()
     ) -> None:
         super().__init__(graph)
-        # The node that gives the factors of matmuls, in a tensor for each.
-        self.parts: Any = None
+        self.parts: Any = None  # the node that gives the factors of matmuls, in a tensor for each
         # By their source, and by the name of the unit.
         self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, _Name | None], fx.Node] = {}

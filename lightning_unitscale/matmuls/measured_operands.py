@@ -68,8 +68,7 @@ def is_late_look(count: int) -> bool:
 class Unrepresentable:
     """The matmuls that FP8 cannot represent, each with the reason."""
 
-    # Matmuls that should not run in FP8.
-    matmuls: Mapping[str, str] = field(default_factory=dict)
+    matmuls: Mapping[str, str] = field(default_factory=dict)  # matmuls that should not run in FP8
     # Matmuls that fit, but whose gradients need E5M2's range.
     gradients: Mapping[str, str] = field(default_factory=dict)
 

@@ -32,8 +32,7 @@ _LOG2_TERMS = 20
 class Extent:
     """The size of a tensor's elements."""
 
-    # NaN if there are no elements or some are not finite.
-    rms: float = math.nan
+    rms: float = math.nan  # NaN if there are no elements or some are not finite
     smallest: float = math.inf  # smallest magnitude other than zero; infinite if there is none
     largest: float = 0.0  # largest finite magnitude
     row: Tensor | None = None  # the statistics on their device, until they are read
@@ -93,8 +92,7 @@ class Site:
     log2_units: tuple[int | None, ...] = ()
     # Exponent of the unit of the output gradient; ``None`` without a unit.
     log2_gamma: int | None = None
-    # Why matmuls run unscaled, by slot.
-    plain: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)  # why matmuls run unscaled, by slot
     is_settled: bool = False  # whether all of its units were known when the step began
     # By slot, the last matmul whose operands and addends were all measured.
     seen: dict[str, MeasuredMatmul] = field(default_factory=dict)

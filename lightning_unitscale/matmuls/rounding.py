@@ -113,8 +113,7 @@ class FlushedOperands:
         self._rows: list[tuple[str, _Format, Tensor]] = []
         self._sent: list[tuple[list[tuple[str, _Format]], HostCopy]] = []
         self._found: dict[str, str] = {}
-        # By operand, the highest level reported.
-        self._levels: Counter[str] = Counter()
+        self._levels: Counter[str] = Counter()  # by operand, the highest level reported
 
     def measure(
         self,

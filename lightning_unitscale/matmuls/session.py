@@ -78,8 +78,7 @@ class MatmulSession:
         self.units = units
         self.numerics = tuple(numerics)  # the formats that round matmuls
         self.sites = Sites(module, boundary, units)
-        # Counts the matmuls that run, if it is set.
-        self.counter: CoverageCounter | None = None
+        self.counter: CoverageCounter | None = None  # counts the matmuls that run, if it is set
         self.is_open = True  # until :meth:`close`
         self.is_after_call = False  # whether a step continues after a call, until :meth:`end_step`
         # The module's captured steps, if it has any. Weak, as they keep the module alive.

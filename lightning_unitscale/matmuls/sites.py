@@ -67,8 +67,7 @@ class Run(NamedTuple):
     """The place of a running forward matmul."""
 
     path: str  # of its module
-    # The scope for counting occurrences: a step, or one run of a checkpoint's body.
-    episode: object
+    episode: object  # the scope for counting occurrences: a step, or one run of a checkpoint's body
     checkpoint: object = None  # the recomputed checkpoint, if there is one
     result: str = ""  # name of its result, in a captured graph that has one
 
@@ -133,8 +132,7 @@ class Sites:
         self._module = weakref.ref(module)
         self.boundary = boundary  # the module's method, whose calls are the outermost
         self._units = units
-        # By the identity of a module, as of the last search.
-        self.paths: dict[int, str] = {}
+        self.paths: dict[int, str] = {}  # by the identity of a module, as of the last search
         # The module of a checkpoint, by its body. A recomputation has only the body on the stack.
         self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         # For each checkpoint that ran matmuls of this session, how many of a kind ran before it.

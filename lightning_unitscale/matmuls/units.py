@@ -27,17 +27,13 @@ class Units:
         # The units of tensors that the gauge does not contain.
         self._default = None if is_used else GaugePair()
         self.gauge = Gauge()  # the units in force, by the names of operands and matmuls
-        # Why matmuls run unscaled, by site and slot.
-        self.plain: dict[str, dict[str, str]] = {}
+        self.plain: dict[str, dict[str, str]] = {}  # why matmuls run unscaled, by site and slot
         # The number of training steps begun, and the highest microbatch index of this step.
         self.step = self._num_more = 0
-        # Number of the step or microbatch that seeds stochastic rounding.
-        self.rounding_step = 0
+        self.rounding_step = 0  # number of the step or microbatch that seeds stochastic rounding
         self._is_training = False
-        # True if steps also measure tensors with units, for :meth:`send`.
-        self.is_looking = False
-        # The matmuls that have run, by name.
-        self.sites: dict[str, Site] = {}
+        self.is_looking = False  # true if steps also measure tensors with units, for :meth:`send`
+        self.sites: dict[str, Site] = {}  # the matmuls that have run, by name
         # Measured operands and gradients without a unit: their descriptions by name.
         self.lacking: dict[str, str] = {}
         self._measured: list[MeasuredMatmul] = []

@@ -91,8 +91,7 @@ class StorageRecorder(fake_device.OperatorMode):
         self._indices: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._task = 0
-        # A simulated GPU has the CPU's streams.
-        self._streams = {torch.cpu.current_stream(): 0}
+        self._streams = {torch.cpu.current_stream(): 0}  # a simulated GPU has the CPU's streams
         self._sums_again: Any = None
         self._kept_workspaces = KeptWorkspaces(gpu)
         self._is_paused = False

@@ -142,8 +142,7 @@ class InputGradients:
     def __init__(self, leaf_node: Callable[[Tensor], Any]) -> None:
         self._leaf_node = leaf_node
         self._paths: Any = WeakIdKeyDictionary()
-        # Tensors that were read before they had a path.
-        self._lost: Any = WeakIdKeyDictionary()
+        self._lost: Any = WeakIdKeyDictionary()  # tensors that were read before they had a path
         # Keyed by the number of the backward pass, because a pass may fail before its end.
         self._arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._handles: list[RemovableHandle] = []

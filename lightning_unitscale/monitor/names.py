@@ -47,8 +47,7 @@ class Caller:
     path: str  # path of the innermost module; empty for the root
     # The reentrant checkpoints around the call, innermost first, by identity.
     checkpoints: tuple[int, ...] = ()
-    # The reentrant checkpoint that recomputes the call, for its gradients.
-    again: int | None = None
+    again: int | None = None  # the reentrant checkpoint that recomputes the call, for its gradients
 
 
 _NOTED = (_MODULE_CALL, _CHECKPOINT, _CHECKPOINT_AGAIN, *_BACKWARD)

@@ -49,15 +49,13 @@ class ProbedTensor(NamedTuple):
     name: str
     module: str
     held: TensorUnits
-    # Names of the probed tensors that it is computed from.
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()  # names of the probed tensors that it is computed from
     # True if a matmul reads it, and if a matmul makes it.
     is_operand: bool = False
     is_matmul: bool = False
     # True for a unit that is not measured yet: its own, and that of its gradient.
     lacks_unit: tuple[bool, bool] = (False, False)
-    # Kind and target of the node of a graph that makes it.
-    made_by: tuple[str, Any] | None = None
+    made_by: tuple[str, Any] | None = None  # kind and target of the node of a graph that makes it
 
     def lacks_unit_in(self, gauge: Gauge) -> tuple[bool, bool]:
         """Check whether a matmul reads it, or its gradient, without a unit."""

@@ -147,8 +147,7 @@ class ScaleTracker(StepWatcher):
         self._measuring = ExactMoments()
         self._module = module
         self._complete: TrackedCall | None = None
-        # A module may call itself.
-        self._is_running = False
+        self._is_running = False  # a module may call itself
         self.method = _TrackedForward(module.forward, self, self.track)
         self._shadow = Shadow(module, "forward", self.method)
         vars(module).update({TRACKER: self, "scales_graph": self.scales_graph})

@@ -78,8 +78,7 @@ class Made:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # The variables that the caller assigns the results to.
-    variables: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()  # the variables that the caller assigns the results to
     # Name of the call, if it returns several tensors, and which of them this is.
     name: str = ""
     index: int | None = None

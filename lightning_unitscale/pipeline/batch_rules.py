@@ -85,16 +85,14 @@ class Rows:
 class Mean:
     """The mean of the values of the microbatches, times ``count ** power``."""
 
-    # 0 for a mean over samples, 1 for a sum.
-    power: int = 0
+    power: int = 0  # 0 for a mean over samples, 1 for a sum
 
 
 @dataclass(frozen=True)
 class Coupled:
     """A value of the batch that does not follow from those of the microbatches."""
 
-    # The operation that couples the samples, and why.
-    reason: str
+    reason: str  # the operation that couples the samples, and why
 
 
 Fact = Same | Rows | Mean | Coupled
@@ -106,10 +104,8 @@ class Operation:
 
     node: fx.Node
     whole: fx.Node
-    # The relations of its operands to the batch.
-    facts: dict[fx.Node, Fact]
-    # The number of microbatches.
-    count: int
+    facts: dict[fx.Node, Fact]  # the relations of its operands to the batch
+    count: int  # the number of microbatches
 
     @property
     def name(self) -> str:

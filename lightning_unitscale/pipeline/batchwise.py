@@ -63,8 +63,7 @@ class CountedMean:
     # The classes and their weights.
     target: fx.Node
     weight: fx.Node | None
-    # The class that is left out.
-    ignore_index: int
+    ignore_index: int  # the class that is left out
 
     @property
     def counts_by(self) -> list[fx.Node]:
@@ -76,10 +75,8 @@ class CountedMean:
 class BatchFacts:
     """The relations of the tensors of a microbatch's graph to those of the batch."""
 
-    # The number of microbatches.
-    count: int
-    # The graph of the whole batch.
-    graph: fx.GraphModule
+    count: int  # the number of microbatches
+    graph: fx.GraphModule  # the graph of the whole batch
     # ``None`` for an output that is not a tensor.
     outputs: list[Fact | None] = field(default_factory=list)
     # Nodes whose value for the batch replaces that of the microbatch, with those of ``graph``.

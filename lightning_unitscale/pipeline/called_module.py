@@ -65,11 +65,9 @@ class StepCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # Every run, on every rank, draws the same random numbers.
-    seed: int
+    seed: int  # every run, on every rank, draws the same random numbers
     device: torch.device
-    # The arguments that the step passes to the pipeline.
-    arguments: Arguments = ((), {})
+    arguments: Arguments = ((), {})  # the arguments that the step passes to the pipeline
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
@@ -90,10 +88,8 @@ class JointStep:
     # The detached result of the step, and its calls of the log methods.
     result: Any = None
     logged: list[Logged] = field(default_factory=list)
-    # Positions of the outputs that the loss depends on.
-    used: tuple[int, ...] = ()
-    # The error of the user's code.
-    failed: Exception | None = None
+    used: tuple[int, ...] = ()  # positions of the outputs that the loss depends on
+    failed: Exception | None = None  # the error of the user's code
 
     def finish(self, index: int, outputs: Sequence[Any]) -> Tensor:
         """Add the outputs of a microbatch, and return the tensor that starts its backward pass."""

@@ -187,10 +187,8 @@ class StepProgram:
     """The program of a captured step."""
 
     program: Program
-    # The captured graph after the passes.
-    step_graph: StepGraph
-    # The indices of the program's inputs among those of the graph.
-    positions: list[int]
+    step_graph: StepGraph  # the captured graph after the passes
+    positions: list[int]  # the indices of the program's inputs among those of the graph
 
     def inputs(self, call: GraphCall) -> list[Any]:
         """Return the program's inputs for a call: the user's and those of the passes."""

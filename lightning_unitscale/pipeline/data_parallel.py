@@ -98,8 +98,7 @@ class Grid:
 
     # The ranks of this rank's pipeline. ``None`` means all.
     pipeline: dist.ProcessGroup | None
-    # The ranks with the same stages.
-    replicas: Replicas
+    replicas: Replicas  # the ranks with the same stages
     # Both groups, as the dimensions ``"pipeline"`` and, with several pipelines, ``"data"``.
     mesh: DeviceMesh
 
@@ -107,8 +106,7 @@ class Grid:
 class GridStrategy(DDPStrategy):
     """A DDP strategy over pipelines: it divides data among them and averages over them."""
 
-    # The number of pipelines.
-    data_parallel: int = 1
+    data_parallel: int = 1  # the number of pipelines
     schedule: Schedule
     num_microbatches: int
     free_unowned: bool

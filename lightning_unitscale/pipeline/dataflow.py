@@ -38,13 +38,11 @@ class StageReads:
     # Values from the previous stage and for the next one, relayed values included.
     received: list[fx.Node]
     sent: list[fx.Node]
-    # Arguments of the call.
-    inputs: list[fx.Node]
+    inputs: list[fx.Node]  # arguments of the call
     # Parameters, buffers, constants and nested graphs, and the names of those that it writes.
     attributes: list[fx.Node]
     written: set[str]
-    # Cheap operations of earlier stages that this stage runs again.
-    recomputed: list[fx.Node]
+    recomputed: list[fx.Node]  # cheap operations of earlier stages that this stage runs again
     operations: list[fx.Node]
 
 

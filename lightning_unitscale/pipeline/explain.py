@@ -31,8 +31,7 @@ from lightning_unitscale.pipeline.stage import StageModule
 class StageCosts:
     """Costs of one stage for one microbatch."""
 
-    # Path of the module with the stage's first operation.
-    first_module: str
+    first_module: str  # path of the module with the stage's first operation
     # Estimates for one CPU core, or for a data-center GPU.
     forward_seconds: float
     backward_seconds: float

@@ -68,16 +68,13 @@ class PipelinedGraph:
 
     # The graph of a microbatch. It is kept so that no other graph can reuse its id.
     graph: GraphVariants
-    # The graph of the whole batch, whose results are replayed.
-    whole: GraphVariants
-    # Values of the whole batch for the stages, with several microbatches.
-    batch: WholeBatch | None
+    whole: GraphVariants  # the graph of the whole batch, whose results are replayed
+    batch: WholeBatch | None  # values of the whole batch for the stages, with several microbatches
     step: captured_program.StepProgram
     runner: PipelineRunner
     # The stages with the probes of all passes, after an observed step.
     observed: ObservedStages | None = None
-    # The stages within a memory budget, after a planned step.
-    planned: Replaced | None = None
+    planned: Replaced | None = None  # the stages within a memory budget, after a planned step
 
     def inputs(self, calls: Sequence[GraphCall]) -> list[list[Any]]:
         """Return the flat inputs of the pipeline for every microbatch."""

@@ -50,8 +50,7 @@ class TensorInfo:
 class ProgramInput:
     """One leaf of a program's arguments."""
 
-    # Its position in the arguments, such as ``input_ids`` or ``batch[0]``.
-    name: str
+    name: str  # its position in the arguments, such as ``input_ids`` or ``batch[0]``
     # The tensor, or the other value, for which the graph was captured.
     tensor: TensorInfo | None = None
     value: Any = None
@@ -75,10 +74,8 @@ class Program:
     # The structures of ``(args, kwargs)`` and of the result.
     in_spec: TreeSpec
     out_spec: TreeSpec
-    # The position of the loss among the flat outputs.
-    loss: int | None
-    # Outputs of the module that a graph cannot return.
-    left_out: tuple[str, ...] = ()
+    loss: int | None  # the position of the loss among the flat outputs
+    left_out: tuple[str, ...] = ()  # outputs of the module that a graph cannot return
 
     @property
     def outputs(self) -> tuple[Any, ...]:

@@ -17,8 +17,7 @@ class LoggedMetric(NamedTuple):
     """A stand-in for a logged metric object. It is a tuple, so that its value is averaged."""
 
     path: str
-    # The result of its last call.
-    value: Any
+    value: Any  # the result of its last call
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class MetricState:
     """The state of a metric object, or the change that a step has made."""
 
     update_count: int
-    # Its states by name.
-    values: Mapping[str, Tensor | list[Tensor]]
+    values: Mapping[str, Tensor | list[Tensor]]  # its states by name
     # The lists that only grew. Their values are the new elements.
     appended: frozenset[str] = frozenset()
 

@@ -41,12 +41,9 @@ _Key = tuple[float, float]
 class CutCandidate:
     """A possible place of a cut."""
 
-    # Name of the operation after the cut.
-    before: str
-    # Estimated seconds of all operations before it, forward and backward.
-    seconds_before: float
-    # Bytes that cross it, forward and backward.
-    boundary_bytes: int
+    before: str  # name of the operation after the cut
+    seconds_before: float  # estimated seconds of all operations before it, forward and backward
+    boundary_bytes: int  # bytes that cross it, forward and backward
 
 
 def choose_cuts(

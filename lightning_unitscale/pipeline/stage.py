@@ -26,12 +26,9 @@ from lightning_unitscale.pipeline.program import Program, TensorInfo
 class Passed:
     """A tensor that one stage sends to the next."""
 
-    # The module path and operation that made it.
-    name: str
-    # Its form when it is sent: contiguous, with its dimensions in memory order.
-    tensor: TensorInfo
-    # True if it gets a gradient from the loss.
-    feeds_loss: bool
+    name: str  # the module path and operation that made it
+    tensor: TensorInfo  # its form when it is sent: contiguous, with its dimensions in memory order
+    feeds_loss: bool  # true if it gets a gradient from the loss
 
 
 @dataclass(frozen=True)

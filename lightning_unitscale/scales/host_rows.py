@@ -129,8 +129,7 @@ class _Samples:
         # For each tensor: its number, its elements, how often they are repeated, and the length of
         # its sample.
         self._kept: list[tuple[int, int, int, int]] = []
-        # For each tensor that is not small.
-        self._moments: list[_Moments] = []
+        self._moments: list[_Moments] = []  # for each tensor that is not small
 
     def room(self, length: int) -> Tensor:
         """Return memory for one more sample."""

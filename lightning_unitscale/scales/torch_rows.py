@@ -56,8 +56,7 @@ def sample_stride(numel: int, row_length: int, sample_size: int) -> int:
 class Elements:
     """The elements of a tensor in the order of memory."""
 
-    # Without repetitions by ``expand``, and without dimensions of one element.
-    tensor: Tensor
+    tensor: Tensor  # without repetitions by ``expand``, and without dimensions of one element
     repeats: int
 
     @staticmethod

@@ -196,12 +196,9 @@ class TritonRows:
 class _Plan:
     """The way to read tensors of one type, shape and strides."""
 
-    # Programs: those that read shares, then those that read samples.
-    grid: int
-    # True if they are copied first.
-    is_copied: bool
-    # Arguments of the kernel, from the number of elements on.
-    arguments: tuple[Any, ...]
+    grid: int  # programs: those that read shares, then those that read samples
+    is_copied: bool  # true if they are copied first
+    arguments: tuple[Any, ...]  # arguments of the kernel, from the number of elements on
     # An earlier launch, by whether the tensor's address is aligned.
     launches: dict[bool, RepeatedLaunch | None] = field(default_factory=dict)
 

@@ -71,8 +71,7 @@ class Divergence:
     inherited: tuple[str, ...] = ()  # what it is computed from and was off already
     log2_rms: tuple[float | None, float | None] | None = None  # in either run
     chance: float | None = None  # the difference of log2 RMS that counts as chance
-    # For the report only.
-    text: str = ""
+    text: str = ""  # for the report only
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that scripts read."""

@@ -55,10 +55,8 @@ class ScaleHistory:
     steps: npt.NDArray[np.int64]
     # Of the stored tensors, (T, N); ``-inf`` for a tensor of zeros, NaN for an absent one.
     log2_rms: Floats
-    # log2 of their units, (T, N).
-    log2_unit: Floats
-    # Number of NaN and infinite elements, which the RMS excludes, (T, N).
-    nonfinite: Floats
+    log2_unit: Floats  # log2 of their units, (T, N)
+    nonfinite: Floats  # number of NaN and infinite elements, which the RMS excludes, (T, N)
 
     def values(self, *, stored: bool) -> Floats:
         """Return log2 RMS of the stored or of the true values, shape ``(T, N)``."""

@@ -54,8 +54,7 @@ class Report:
     page: Path
     pictures: tuple[Path, ...]
     tables: dict[str, str]
-    # Why there are no pictures, if matplotlib is not installed.
-    no_pictures: str = ""
+    no_pictures: str = ""  # why there are no pictures, if matplotlib is not installed
 
 
 def write_report(

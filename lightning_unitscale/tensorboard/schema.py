@@ -68,8 +68,7 @@ class Series:
 
     direction: Direction
     quantity: Quantity
-    # The key of the set of tensors; for exponents the name of the tensor.
-    subject: str
+    subject: str  # the key of the set of tensors; for exponents the name of the tensor
 
     @property
     def tag(self) -> str:
