@@ -186,14 +186,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a graph from Inductor's cache has the names of another model's modules",
-        "matmuls/cached_graphs.py",
+        "matmuls/joint_graphs.py",
         "repr((root, paths, notes))",
         "repr((root, notes))",
         "matmuls/test_cached_graphs.py -k other_names",
     ),
     Mutation(
         "what else reads a gradient of a compiled graph reads it in its unit",
-        "matmuls/compiled_matmuls.py",
+        "matmuls/compiled_runs.py",
         "return [*self.rule.exponents(units), *back]",
         "return [*self.rule.exponents(units), *(0 for _ in back)]",
         "matmuls/test_joint_units.py -k all_matmuls_in_units",

@@ -25,13 +25,13 @@ from torch import fx
 
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import MatmulRule
-from lightning_unitscale.matmuls.cached_graphs import identity_of
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
-from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul, LookedAt, PlainMatmul
+from lightning_unitscale.matmuls.compiled_runs import CompiledMatmul, LookedAt, PlainMatmul
 from lightning_unitscale.matmuls.compiler_internals import InductorPass
 from lightning_unitscale.matmuls.joint_graphs import (
     MATMUL,
     arranged,
+    identity_of,
     matmul_rule_of,
     tangents_of,
     value_of,

@@ -23,7 +23,6 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import MatmulRule
 from lightning_unitscale.compiling import define_operator
-from lightning_unitscale.matmuls.cached_graphs import identity_of
 from lightning_unitscale.matmuls.calls import CALLS, Call, record
 from lightning_unitscale.matmuls.compiled_fp8 import (
     OUTSIDE,
@@ -43,6 +42,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     RECOMPUTE,
     JointMatmuls,
     arrangements,
+    identity_of,
     matmul_rule_of,
     value_of,
 )

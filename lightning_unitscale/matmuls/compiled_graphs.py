@@ -24,14 +24,16 @@ from torch import Tensor
 
 from lightning_unitscale.capture.operators import COMPILED_BEFORE
 from lightning_unitscale.compiling import define_operator
-from lightning_unitscale.matmuls.compiled_matmuls import (
+from lightning_unitscale.matmuls.compiled_runs import (
     CompiledMatmul,
+    GraphRun,
+    GraphRuns,
     LookedAt,
     PlainMatmul,
     matmul_of,
+    note_caller,
     row_of,
 )
-from lightning_unitscale.matmuls.compiled_runs import GraphRun, GraphRuns, note_caller
 from lightning_unitscale.matmuls.coverage import Kind
 from lightning_unitscale.matmuls.measurement import Extent
 from lightning_unitscale.matmuls.session import MatmulSession

@@ -1,19 +1,28 @@
-"""Find and describe the matmuls of a graph of aten operators, and add nodes to it."""
+"""Find and describe the matmuls of a graph of aten operators, add nodes to it, and identify it."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.capture.operators import RULES, MatmulRule, Sources, UnreachedRule
+from lightning_unitscale.compiling import compiles_frame
 from lightning_unitscale.matmuls.compiled_runs import GraphMatmul, MatmulNames
-from lightning_unitscale.matmuls.compiler_internals import is_of_backward
+from lightning_unitscale.matmuls.compiler_internals import (
+    is_of_backward,
+    note_compiled,
+    number_of_key,
+)
 from lightning_unitscale.matmuls.execute import least_size
-from lightning_unitscale.matmuls.session import MatmulSession
+from lightning_unitscale.matmuls.owners import running_session
+from lightning_unitscale.matmuls.session import SESSION, MatmulSession
 from lightning_unitscale.matmuls.sites import Sites
 from lightning_unitscale.matmuls.torch_internals import current_node, fake_mode_of
 from lightning_unitscale.memory.costs import concrete
@@ -184,3 +193,39 @@ def arguments_of(node: fx.Node) -> Any:
 def flops_of(rule: MatmulRule | UnreachedRule, node: fx.Node) -> int:
     """Return the floating-point operations of a node, for the sizes at compile time."""
     return int(rule.flops(arguments_of(node), concrete(value_of(node))))
+
+
+# A graph from Inductor's caches skips our passes. So its key must contain what they read besides
+# the graph's code: the modules of its nodes, which give the matmuls their names, and the numbers
+# that matmuls got in the joint graph. Graphs with these operators read tables of this process.
+_NAMES = ("begin", "fp8_numbers", "matmul")
+_UNCACHED = frozenset(f"lightning_unitscale.{name}.default" for name in _NAMES)
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of this package's code, since another version may rewrite differently."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def identity_of(graph: fx.Graph) -> str | None:
+    """Return what our passes read besides a graph's code; ``None`` if it must not be cached."""
+    rounding = running_session()
+    if rounding is not None and rounding.numerics:
+        return None
+    if any(str(node.target) in _UNCACHED for node in graph.nodes):
+        return None
+    session = SESSION.get() if compiles_frame() else None
+    notes = [node.meta.get(MATMUL) for node in graph.nodes]
+    if session is None:
+        return f"{_sources()} {notes}" if any(notes) else ""
+    if (number := number_of_key()) is not None:
+        note_compiled(number)
+    run = session.sites.run_of(current_node())
+    root = "" if run is None else run.path
+    paths = [path_of(node, session.sites, root) for node in graph.nodes]
+    digest = hashlib.sha256(repr((root, paths, notes)).encode()).hexdigest()
+    return f"{_sources()} {digest}"

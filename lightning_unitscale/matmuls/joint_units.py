@@ -20,9 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_unitscale.capture.graph_nodes import first_operation
 from lightning_unitscale.capture.operators import UNREACHED, MatmulRule
 from lightning_unitscale.compiling import compiles_frame
-from lightning_unitscale.matmuls.cached_graphs import identity_of
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS, CompiledGraph
-from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul, PlainMatmul
+from lightning_unitscale.matmuls.compiled_runs import CompiledMatmul, PlainMatmul
 from lightning_unitscale.matmuls.compiler_internals import InductorPass, note_compiled
 from lightning_unitscale.matmuls.joint_graphs import (
     ARRANGED,
@@ -34,6 +33,7 @@ from lightning_unitscale.matmuls.joint_graphs import (
     NewNodes,
     arranged,
     flops_of,
+    identity_of,
     matmul_rule_of,
     tangents_of,
     value_of,

@@ -19,7 +19,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from lightning_unitscale import UnitScaleCallback, attach
-from lightning_unitscale.matmuls import cached_graphs
+from lightning_unitscale.matmuls import joint_graphs
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
 from lightning_unitscale.matmuls.gauge import Gauge
 
@@ -217,7 +217,7 @@ def test_a_pass_of_the_user_decides_too(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert [hits("one"), hits("one"), hits("two"), hits(None), hits(None)] == [0, 1, 0, 0, 0]
     # And so does the version of this package.
-    monkeypatch.setattr(cached_graphs, "_sources", lambda: "another")
+    monkeypatch.setattr(joint_graphs, "_sources", lambda: "another")
     assert hits("one") == 0
 
 

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_unitscale.matmuls import kernels
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
-from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul
+from lightning_unitscale.matmuls.compiled_runs import CompiledMatmul
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.measurement import FORWARD, Measurement
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession

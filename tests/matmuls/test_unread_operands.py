@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, vmap
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.matmuls import execute, kernels
 from lightning_unitscale.matmuls.compiled_graphs import GRAPHS
-from lightning_unitscale.matmuls.compiled_matmuls import CompiledMatmul
+from lightning_unitscale.matmuls.compiled_runs import CompiledMatmul
 from lightning_unitscale.matmuls.measurement import Extent
 from tests.callbacks.runs import QUIET
 from tests.capture.test_operators import CONVOLUTION, GARBAGE, MASKS, randn
