@@ -170,11 +170,9 @@ class StandIn(abc.ABC):
         return function
 
     def called_by(self, frame: FrameType | None) -> Callable[..., Any]:
-        """Return the stand-in for the method of a calling copy of the object, or this one.
-
-        ``copy.copy`` copies all attributes, and so do packages that make a module with other
-        weights. If such a copy calls itself, it needs its own method.
-        """
+        """Return the stand-in for the method of a calling copy of the object, or this one."""
+        # ``copy.copy`` copies all attributes, and so do packages that make a module with other
+        # weights. If such a copy calls itself, it needs its own method.
         caller = None if frame is None else frame.f_locals.get("self")
         method = self._own()
         if not isinstance(method, MethodType) or caller is method.__self__:
@@ -245,10 +243,8 @@ def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
 
 
 def base_when_imported(name: str, *modules: str) -> type:
-    """Return a base class that later includes other packages' classes of the same name.
-
-    No package is imported for it, so derived classes can be imported without them.
-    """
+    """Return a base class that later includes other packages' classes of the same name."""
+    # No package is imported for it, so derived classes can be imported without them.
     # The bases of a class can be changed if one of them is not ``object`` itself.
     base: type = type(name, (type(f"_{name}", (), {}),), {})
 

@@ -81,11 +81,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def same_tensor(node: fx.Node) -> fx.Node | None:
-    """Return the argument that the operation returns as the same tensor, such as ``x.float()``.
-
-    With a probe between the two, autograd would add up the gradient of that one tensor in another
-    order, which changes its last bits.
-    """
+    """Return the argument that the operation returns as the same tensor, such as ``x.float()``."""
+    # With a probe between the two, autograd would add up the gradient of that one tensor in another
+    # order, which changes its last bits.
     effects = _effects(node)
     if effects.same is None or effects.writes:
         return None

@@ -45,12 +45,10 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
 
 
 def set_up_by(call: Callable[[], object], module: nn.Module, *, keeps_root: bool = True) -> bool:
-    """Make the first call of a module without gradients, and return whether it set anything up.
-
-    Random numbers and buffers are as before, and without ``keeps_root`` the module's own attributes
-    and the memory of its parameters as well. A library's setup stays, which no graph may be able to
-    contain: transformers installs hooks in a module's first call, under a lock.
-    """
+    """Make the first call of a module without gradients, and return whether it set anything up."""
+    # Random numbers and buffers are as before, and without ``keeps_root`` the module's own
+    # attributes and the memory of its parameters as well. A library's setup stays, which no graph
+    # may be able to contain: transformers installs hooks in a module's first call, under a lock.
     before = _setup_of(module)
     with contextlib.ExitStack() as undo:
         for restore in chain(_random_restorers(module), *map(restorers_of, module.buffers())):

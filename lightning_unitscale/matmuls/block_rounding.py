@@ -31,12 +31,10 @@ _TRANSFORMED = ("mm", "bmm", "addmm", "baddbmm")
 
 
 def axes_of(rule: MatmulRule, args: Sequence[Any]) -> list[Axes]:
-    """Return the dimensions of each operand that a call sums over, counted from the end.
-
-    A fused attention reads each operand once. Its blocks lie along the head dimension, but those of
-    the values in the forward pass along the sequence. A convolution sums over channels, and its
-    weight gradient over batch and positions.
-    """
+    """Return the dimensions of each operand that a call sums over, counted from the end."""
+    # A fused attention reads each operand once. Its blocks lie along the head dimension, but those
+    # of the values in the forward pass along the sequence. A convolution sums over channels, and
+    # its weight gradient over batch and positions.
     name, dim = rule.operator, args[rule.operands[0]].dim()
     if name in ("convolution", "convolution_backward"):
         is_forward = name == "convolution"
@@ -54,10 +52,8 @@ def axes_of(rule: MatmulRule, args: Sequence[Any]) -> list[Axes]:
 
 
 def axes_of_function(word: str, operands: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the dimensions of its operands that a torch function sums over, as :func:`axes_of`.
-
-    Empty for functions whose sum does not follow from their name, as that of ``einsum``.
-    """
+    """Return the dimensions of its operands that a torch function sums over, as :func:`axes_of`."""
+    # Empty for functions whose sum does not follow from their name, as that of ``einsum``.
     dims = [operand.dim() for operand in operands]
     if word == "scaled_dot_product_attention" and len(dims) == 3:
         return -1, -1, -2

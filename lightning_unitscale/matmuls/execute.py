@@ -217,10 +217,8 @@ _LAST: dict[int, tuple[Any, int, int, Tensor, Tensor]] = {}
 
 
 def shared_copy(tensor: Tensor, exponent: int, factor: Tensor | float | None = None) -> Tensor:
-    """Return :func:`scaled_copy` of a gradient, or a view of the copy made just before.
-
-    With the ``factor``, the copy is the plain product, in torch's own memory.
-    """
+    """Return :func:`scaled_copy` of a gradient, or a view of the copy made just before."""
+    # With the ``factor``, the copy is the plain product, in torch's own memory.
     # One of torch's own nodes does not write into its gradient. A user's autograd function may,
     # and so may the user between two backward passes through one node.
     node, thread, task = current_node(), get_ident(), graph_task()

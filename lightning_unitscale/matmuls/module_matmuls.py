@@ -310,10 +310,8 @@ class ModuleMatmuls(AttachedSession):
             warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
 
     def _read_coverage(self) -> bool:
-        """Read the count of the call so far, and return whether it shows anything new.
-
-        The first call's count is complete after its backward pass.
-        """
+        """Read the count of the call so far, and return whether it shows anything new."""
+        # The first call's count is complete after its backward pass.
         session, counter = self.session, self.session.counter
         if counter is None:
             return False

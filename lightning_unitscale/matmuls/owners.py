@@ -45,10 +45,8 @@ _MAX_LATEST = 2**8
 def asking_session(
     node: Any, *, is_called: bool = True
 ) -> tuple[MatmulSession | None, Call | None]:
-    """Return the session of a matmul in an autograd node, and the node's forward matmul.
-
-    Only Python code within the node, by which it ``is_called``, can recompute a checkpoint.
-    """
+    """Return the session of a matmul in an autograd node, and the node's forward matmul."""
+    # Only Python code within the node, by which it ``is_called``, can recompute a checkpoint.
     if (recorded := call_of(node)) is not None:
         return recorded[0](), recorded[1]
     if (session := SESSION.get()) is not None or not is_called:

@@ -36,10 +36,8 @@ from lightning_unitscale.matmuls.units import Units
 
 
 def frames() -> Iterator[FrameType]:
-    """Yield the frames from the caller outwards, up to the engine that runs the current node.
-
-    An accelerator's backward pass runs on its own thread, which has no such frames.
-    """
+    """Yield the frames from the caller outwards, up to the engine that runs the current node."""
+    # An accelerator's backward pass runs on its own thread, which has no such frames.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not ENGINE:
         yield frame
@@ -108,10 +106,8 @@ class Kind:
         return index
 
     def index_of(self, result: str, number: int, episode: int | None) -> int:
-        """Return the index of the one with a result, whose name has a number.
-
-        Without an ``episode``, it runs once more for the latest call.
-        """
+        """Return the index of the one with a result, whose name has a number."""
+        # Without an ``episode``, it runs once more for the latest call.
         following = number if episode is None else self.next_index(episode)
         if (known := self.named.get(number)) == result:
             return number

@@ -195,10 +195,8 @@ class Units:
         self.adopt(self.received().beyond(self.gauge))
 
     def adopt(self, measurement: Measurement) -> list[str]:
-        """Adopt the units of measured tensors, and return those that had none before.
-
-        Measured matmuls for which scaling would be inexact are left unscaled.
-        """
+        """Adopt the units of measured tensors, and return those that had none before."""
+        # Measured matmuls for which scaling would be inexact are left unscaled.
         measured = Gauge.of_rms(measurement.forward, measurement.backward)
         late = [name for name in measured if name in self.lacking]
         if measured:

@@ -71,10 +71,8 @@ class _Shape(NamedTuple):
         return _ITEM * self.batch * self.groups * self.outputs * prod(self.result)
 
     def blocked(self, plain: Sequence[int] = ()) -> tuple[int, int, int]:
-        """Return the bytes of images, filters and result in blocks of channels.
-
-        Images with as many channels as one of ``plain`` are read as they are.
-        """
+        """Return the bytes of images, filters and result in blocks of channels."""
+        # Images with as many channels as one of ``plain`` are read as they are.
         groups, inputs, outputs = self.groups, self.inputs, self.outputs
         is_plain = groups == 1 and inputs in plain and prod(self.taps) > 1
         if self.is_depthwise:

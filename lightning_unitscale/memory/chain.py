@@ -107,11 +107,9 @@ Run = tuple[int, int, Option]
 def choose_options(
     runs_by_end: Sequence[EndingRuns], budget_bytes: int, *, forward_bytes: int = 0
 ) -> list[Run] | None:
-    """Return the fastest choice whose peak, run by run, is within the budget, if there is one.
-
-    In every run these are alive together: the bytes saved before it, its own peak, and the
-    gradients of the runs after it.
-    """
+    """Return the fastest choice whose peak, run by run, is within the budget, if there is one."""
+    # In every run these are alive together: the bytes saved before it, its own peak, and the
+    # gradients of the runs after it.
     # States: paths to a boundary by the bytes saved on the way. Fewer bytes take more time. The
     # states of all boundaries are concatenated, those of one boundary by ascending bytes.
     saved, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -191,12 +189,10 @@ def _option(local: _RunProblem, saved: Mask, kept: Mask | None) -> Option:
 
 
 def _local_problem(blocks: Blocks, start: int, stop: int) -> _RunProblem:
-    """Return blocks ``start`` to ``stop - 1`` alone.
-
-    Earlier values are inputs, and counted in the block that made them. Later gradients arrive at
-    the start of the backward pass. The tensor that leads to the next block is kept. Later blocks
-    have read their inputs when the run's own backward pass begins.
-    """
+    """Return blocks ``start`` to ``stop - 1`` alone."""
+    # Earlier values are inputs, and counted in the block that made them. Later gradients arrive at
+    # the start of the backward pass. The tensor that leads to the next block is kept. Later blocks
+    # have read their inputs when the run's own backward pass begins.
     problem, outputs = blocks.problem, set(blocks.problem.backward_outputs)
     members: list[int] = segment_members(blocks, start, stop).tolist()
     inside = set(members)

@@ -153,10 +153,8 @@ def _column_bytes(
     is_whole: bool | None = None,
     is_free: bool = True,
 ) -> int:
-    """Return the bytes of the patches of all images, or of one where torch takes them in turn.
-
-    Filters of one tap at every position read the images themselves if ``is_free``.
-    """
+    """Return the bytes of the patches of all images, or of one where torch takes them in turn."""
+    # Filters of one tap at every position read the images themselves if ``is_free``.
     stride, padding, dilation, is_transposed = options[:4]
     taps = prod(map(int, weight.shape[2:]))
     if is_free and taps == max(*stride, *dilation) == 1 and not any(padding):

@@ -217,10 +217,8 @@ class _Dim(NamedTuple):
 
 
 def reduction_bytes(gpu: GPU, tensor: Tensor, dims: Sequence[int], partial_bytes: int = 0) -> int:
-    """Return the bytes of the buffer for partial sums over some dimensions, or none for all.
-
-    A partial result has ``partial_bytes``, by default those of FP32 for 16-bit types.
-    """
+    """Return the bytes of the buffer for partial sums over some dimensions, or none for all."""
+    # A partial result has ``partial_bytes``, by default those of FP32 for 16-bit types.
     reduced = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
     all_dims = [
         _Dim(int(n), int(step)) for n, step in zip(tensor.shape, tensor.stride(), strict=True)

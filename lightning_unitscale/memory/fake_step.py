@@ -218,11 +218,9 @@ def _roots(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _single_sequences(inputs: Any) -> Iterator[None]:
-    """Report one sequence in a row to transformers, unless the user passes positions.
-
-    Without values, transformers assumes several. It then makes a mask, and attention other copies
-    (``masking_utils.py`` of 5.13 to 5.23, for models without a cache of keys).
-    """
+    """Report one sequence in a row to transformers, unless the user passes positions."""
+    # Without values, transformers assumes several. It then makes a mask, and attention other copies
+    # (``masking_utils.py`` of 5.13 to 5.23, for models without a cache of keys).
     masks = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     if masks is None or not hasattr(masks, name):

@@ -127,10 +127,8 @@ class SizedStep:
         return self.problem_at(size) if found is None else found
 
     def held_bytes(self, size: int, *, exact: bool = False) -> int:
-        """Return the bytes by which a step without a plan exceeds the default plan.
-
-        Its code holds tensors longer than a graph does.
-        """
+        """Return the bytes by which a step without a plan exceeds the default plan."""
+        # Its code holds tensors longer than a graph does.
         if exact:
             return self._held_at(size)
         low, high = map(self._held_at, self._sizes)
@@ -182,10 +180,8 @@ class SizedStep:
         exact: bool = False,
         offload: bool = False,
     ) -> Fit | None:
-        """Return the cheapest plan of a microbatch that fits, or ``None`` if none does.
-
-        With ``offload``, it is the cheapest of those that move tensors to the host.
-        """
+        """Return the cheapest plan of a microbatch that fits, or ``None`` if none does."""
+        # With ``offload``, it is the cheapest of those that move tensors to the host.
         least = self.least_bytes(num_shards)
         if least > limit:
             return None
@@ -307,10 +303,8 @@ def _largest(peak: Callable[[int], int], limit: int, start: int) -> int:
 
 
 def _checked(fits: Callable[[int], bool], size: int, step: int, finest: int) -> int:
-    """Return the largest batch near an estimate that fits, checked itself; 0 if none does.
-
-    Memory has steps that the lines do not show: an allocator's blocks, and buffers of reductions.
-    """
+    """Return the largest batch near an estimate that fits, checked itself; 0 if none does."""
+    # Memory has steps that the lines do not show: an allocator's blocks, and buffers of reductions.
     fits = functools.cache(fits)
     step, finest = max(1, step), max(1, finest)
     while size and not fits(size):
@@ -327,12 +321,10 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
 def byte_owners(profile: GraphProfile, limit: int = 5) -> list[tuple[str, int]]:
-    """Return the largest owners of the bytes of a step, the largest first.
-
-    Modules whose paths differ in the numbers of their parents only, such as those of the blocks of
-    a model, are one owner. The activations of a module are the bytes that autograd saves because of
-    its own operations.
-    """
+    """Return the largest owners of the bytes of a step, the largest first."""
+    # Modules whose paths differ in the numbers of their parents only, such as those of the blocks
+    # of a model, are one owner. The activations of a module are the bytes that autograd saves
+    # because of its own operations.
     owners: Counter[str] = Counter(
         {
             "parameters": profile.parameter_bytes,

@@ -118,10 +118,8 @@ def _is_half(gpu: GPU, inputs: _Inputs) -> bool:
 
 
 def _prefers_cudnn(gpu: GPU, inputs: _Inputs) -> bool:
-    """Check ``check_prefer_cudnn_attention`` and ``can_use_cudnn_attention``.
-
-    The preference needs cuDNN 9.15.1, which the wheels for CUDA 13 have.
-    """
+    """Check ``check_prefer_cudnn_attention`` and ``can_use_cudnn_attention``."""
+    # The preference needs cuDNN 9.15.1, which the wheels for CUDA 13 have.
     if gpu.capability[0] not in (9, 10) or not _is_half(gpu, inputs):
         return False
     heads = max(inputs.query.shape[:2])

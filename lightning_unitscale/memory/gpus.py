@@ -173,11 +173,9 @@ def present_gpu() -> GPU:
 def describe_gpu(
     title: str, capability: tuple[int, int], memory_bytes: int, num_multiprocessors: int
 ) -> GPU:
-    """Return the description of a GPU that CUDA reports.
-
-    A GPU that is not listed has the speed of the listed one that is nearest in its compute
-    capability, and the kernels of its own.
-    """
+    """Return the description of a GPU that CUDA reports."""
+    # A GPU that is not listed has the speed of the listed one that is nearest in its compute
+    # capability, and the kernels of its own.
     words = title.lower().replace("-", " ").replace("rtx ", "rtx").split()
     named = next((gpu for gpu in _LISTED if gpu.name in words), None)
     if named is not None and named.capability == capability:

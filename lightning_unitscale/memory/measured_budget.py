@@ -150,10 +150,8 @@ class StepPeaks:
             chosen = best
 
     def fastest(self, limit: int) -> dict[str, Choice]:
-        """Return plans within a limit that is not below the lowest. None could be faster alone.
-
-        Plans that save the most time per byte at the peak come first.
-        """
+        """Return plans within a limit that is not below the lowest. None could be faster alone."""
+        # Plans that save the most time per byte at the peak come first.
         if self.peak_bytes(self.default) <= limit:
             return self.default
         chosen = self.lowest

@@ -150,12 +150,10 @@ class CutNetwork:
         return Cut(saved, _finite_sum(again), self.problem.saved_bytes(saved))
 
     def hull(self, max_cuts: int = 40) -> list[Cut]:
-        """Return the lower convex hull of all plans, from the least time to the fewest bytes.
-
-        It contains every plan that is best for some price of a byte. It is found by bisection: the
-        price at which two neighbors cost the same either gives a plan between them or shows there
-        is none.
-        """
+        """Return the lower convex hull of all plans, from the least time to the fewest bytes."""
+        # It contains every plan that is best for some price of a byte. It is found by bisection:
+        # the price at which two neighbors cost the same either gives a plan between them or shows
+        # there is none.
         price = max(_finite_sum(self._seconds), 1e-12) / max(_finite_sum(self._bytes), 1.0)
         first, last = self.cut(price * 1e-5), self.cut(price * 1e5)
         cuts = [first, last]

@@ -224,10 +224,8 @@ def _events(moves: Sequence[Move]) -> list[tuple[int, int, int, int]]:
 def offloads(
     problem: RematProblem, saved: Mask, order: BackwardOrder, timeline: PlanTimeline, link: HostLink
 ) -> list[ChosenMoves]:
-    """Return choices of moves for one plan, from few to many and from hidden to exposed copies.
-
-    The values that are idle longest are moved first.
-    """
+    """Return choices of moves for one plan, from few to many and from hidden to exposed copies."""
+    # The values that are idle longest are moved first.
     values = idle_values(problem, saved, order, timeline)
     starts = start_times(problem, timeline)
     found: list[ChosenMoves] = []
@@ -275,10 +273,8 @@ def described_link(gpu: GPU) -> HostLink:
 
 
 def gpu_cost_model(gpu: GPU) -> CostModel:
-    """Return the speed of one GPU, at the rates of its data sheet.
-
-    No step is faster, so in a real one copies have more time than planned.
-    """
+    """Return the speed of one GPU, at the rates of its data sheet."""
+    # No step is faster, so in a real one copies have more time than planned.
     default = default_cost_model("cuda")
     return CostModel(
         gpu.flops_per_second, gpu.bytes_per_second, default.overhead_seconds, default.random_seconds

@@ -27,10 +27,8 @@ def copy_of(tensor: Tensor) -> int:
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Check whether the channels of an image are adjacent in memory, by its strides.
-
-    Those decide for dimensions of one element too, unlike in ``Tensor.is_contiguous``.
-    """
+    """Check whether the channels of an image are adjacent in memory, by its strides."""
+    # Those decide for dimensions of one element too, unlike in ``Tensor.is_contiguous``.
     return suggest_memory_format(tensor) is torch.channels_last
 
 

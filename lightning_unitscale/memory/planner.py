@@ -237,11 +237,9 @@ class Planner:
 
 
 def _plans_between(planner: Planner, limit: int) -> list[RematPlan]:
-    """Return plans for budgets close to a limit that are no better than those far from it.
-
-    A plan that only some limits compare must neither be faster than the plans of all larger
-    limits nor have a lower peak than those of all smaller ones.
-    """
+    """Return plans for budgets close to a limit that are no better than those far from it."""
+    # A plan that only some limits compare must neither be faster than the plans of all larger
+    # limits nor have a lower peak than those of all smaller ones.
     limits = _limits(planner, _NUM_PLANS)
     index = int(np.searchsorted(limits, limit, side="right"))
     low, high = limits[index - 1], limits[index]
@@ -264,10 +262,8 @@ def _of_blocks(planner: Planner, limit: int) -> RematPlan | None:
 
 
 def _fastest(plans: Sequence[RematPlan], limit: int) -> RematPlan:
-    """Return the fastest of the plans whose peak is within a limit.
-
-    Of equally fast ones it is the one that moves the least, then the one with the lowest peak.
-    """
+    """Return the fastest of the plans whose peak is within a limit."""
+    # Of equally fast ones it is the one that moves the least, then the one with the lowest peak.
     fitting = (plan for plan in plans if plan.peak_bytes <= limit)
     return min(fitting, key=lambda plan: (plan.seconds, plan.host_bytes, plan.peak_bytes))
 
@@ -290,10 +286,8 @@ def _fixed_bytes(planner: Planner) -> int:
 
 
 def _fewest_bytes(planner: Planner, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
-    """Return the plan that keeps the least if only nodes with finite ``seconds`` are recomputed.
-
-    All operations together cost as much as a ten-thousandth of ``num_bytes``.
-    """
+    """Return the plan that keeps the least if only nodes with finite ``seconds`` are recomputed."""
+    # All operations together cost as much as a ten-thousandth of ``num_bytes``.
     price = 1e4 * float(planner.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
     return planner.plan_of(name, CutNetwork(planner.problem, seconds).cut(price).saved)
 

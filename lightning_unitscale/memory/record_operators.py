@@ -211,12 +211,10 @@ class StorageRecorder(fake_device.OperatorMode):
         return index
 
     def _accumulated_in_place(self, inputs: Sequence[Tensor], is_new: bool) -> None:
-        """Record a sum that the engine of autograd would have written into its first operand.
-
-        The engine adds gradients in place if the older one has no other reference and is not a
-        view. It never does so for a tensor subclass, such as fake tensors. A sum within one
-        autograd function is part of its formula.
-        """
+        """Record a sum that the engine of autograd would have written into its first operand."""
+        # The engine adds gradients in place if the older one has no other reference and is not a
+        # view. It never does so for a tensor subclass, such as fake tensors. A sum within one
+        # autograd function is part of its formula.
         if not is_new or len(inputs) < 2:
             return
         if inputs[0].shape != inputs[1].shape or inputs[0]._is_view():

@@ -46,12 +46,10 @@ def lazy_order(
     segments: Sequence[int] | None = None,
     kept: Sequence[bool] | None = None,
 ) -> list[int]:
-    """Order the anchors as given, each after the missing nodes that it needs.
-
-    So a recomputed value is computed as late as possible, and lives as short as possible. With
-    ``segments``, a value that is not in ``kept`` is dropped where the segment of the anchors
-    changes. It is recomputed where a later anchor needs it.
-    """
+    """Order the anchors as given, each after the missing nodes that it needs."""
+    # So a recomputed value is computed as late as possible, and lives as short as possible. With
+    # ``segments``, a value that is not in ``kept`` is dropped where the segment of the anchors
+    # changes. It is recomputed where a later anchor needs it.
     is_there = [not executed for executed in runs]
     nodes: list[int] = []
 
@@ -161,11 +159,9 @@ def simulate_plan(
     resident_bytes: int = 0,
     forward_bytes: int = 0,
 ) -> PlanTimeline:
-    """Follow every storage of a plan through the forward and the backward pass.
-
-    Inputs, returned values of the forward pass, and gradients live to the end of the step. A view
-    keeps its whole storage. A generator's state is kept from a random operation to its replay.
-    """
+    """Follow every storage of a plan through the forward and the backward pass."""
+    # Inputs, returned values of the forward pass, and gradients live to the end of the step. A view
+    # keeps its whole storage. A generator's state is kept from a random operation to its replay.
     forward = forward_nodes(problem, saved)
     num_forward = len(forward)
     nodes = np.concatenate([forward, order.nodes])

@@ -163,10 +163,8 @@ def traced_problem(
 
 
 def out_of_place(problem: RematProblem, writes: Sequence[bool]) -> RematProblem:
-    """Return the graph with a new value for each operation that writes into an earlier one.
-
-    AOTAutograd rewrites graphs like this before they are planned. Writes into inputs stay.
-    """
+    """Return the graph with a new value for each operation that writes into an earlier one."""
+    # AOTAutograd rewrites graphs like this before they are planned. Writes into inputs stay.
     newest: dict[int, int] = {}  # the node with the present value of each traced storage
     nodes: list[RematNode] = []
 
@@ -213,10 +211,8 @@ def loss_of(output: Any, module: nn.Module) -> Tensor:
 
 
 def at_batch(low: RematProblem, high: RematProblem, sizes: tuple[int, int], size: int) -> Any:
-    """Return the joint graph at another batch size, interpolated between two, or ``None``.
-
-    This is possible only if both graphs have the same operators.
-    """
+    """Return the joint graph at another batch size, interpolated between two, or ``None``."""
+    # This is possible only if both graphs have the same operators.
     if len(low) != len(high):
         return None
     share = (size - sizes[0]) / (sizes[1] - sizes[0])

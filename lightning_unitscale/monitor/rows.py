@@ -341,11 +341,9 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:
-    """Return autograd nodes and their outputs from one node on, back toward the inputs.
-
-    It ends after the first node that does not connect an argument to a matmul. If two tensors were
-    added, the first has the shape of the matmul.
-    """
+    """Return autograd nodes and their outputs from one node on, back toward the inputs."""
+    # It ends after the first node that does not connect an argument to a matmul. If two tensors
+    # were added, the first has the shape of the matmul.
     for _ in range(_MOST_ON_THE_WAY):
         yield node, output
         if _ON_THE_WAY.fullmatch(node.name()) is None:

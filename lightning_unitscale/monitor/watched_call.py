@@ -248,10 +248,8 @@ class WatchedCall:
         return (row,)
 
     def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
-        """Return the row of a result of an autograd function, a scripted module or an extension.
-
-        It is made when the tensor is first read, under the reader's module if no other is known.
-        """
+        """Return the row of a result of an autograd function, a scripted module or an extension."""
+        # It is made when the tensor is first read, under the reader's module if no other is known.
         word = type(tensor.grad_fn).__name__.partition("Backward")[0]
         row = self._row(self._unique(full_name(path, word)), path, inputs)
         if is_readable(tensor):
@@ -334,10 +332,8 @@ class WatchedCall:
                 self.gradients.measure(row, tensor)
 
     def _set_unit(self, tensor: Tensor, unit: Log2Unit, operand: Tensor, axis: int) -> None:
-        """Record the unit in which a matmul has just read a tensor. The first known one counts.
-
-        The matmul has read it as an operand, and summed over a dimension of the operand.
-        """
+        """Record the unit in which a matmul has just read a tensor. The first known one counts."""
+        # The matmul has read it as an operand, and summed over a dimension of the operand.
         row = self._only_row(tensor)
         if row is None:
             return

@@ -367,11 +367,9 @@ def without_logs(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def sets_up(steps: ModuleSteps, run: Callable[[], Any]) -> bool:
-    """Run code of a module uncaptured, and return whether that set anything up.
-
-    If so, nothing is captured any more, and a step that was not one graph may be one now. The code
-    logs nothing and may fail. It ends where it would write into a parameter.
-    """
+    """Run code of a module uncaptured, and return whether that set anything up."""
+    # If so, nothing is captured any more, and a step that was not one graph may be one now. The
+    # code logs nothing and may fail. It ends where it would write into a parameter.
     module = steps.module
 
     def run_first() -> None:

@@ -255,10 +255,8 @@ class PipelinedStep(PipelinedMethod):
         self.steps.detach(type(self).__name__)
 
     def set_up(self, batch: Any, *args: Any, **kwargs: Any) -> bool:
-        """Run a step that is not one graph, and return whether that set anything up.
-
-        If so, the step may be one graph now.
-        """
+        """Run a step that is not one graph, and return whether that set anything up."""
+        # If so, the step may be one graph now.
         if self.strategy.ownership.is_settled:
             return False
         part = split_evenly(batch, self.strategy.num_microbatches)[0]

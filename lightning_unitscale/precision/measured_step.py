@@ -164,12 +164,11 @@ _LARGE_SHARE, _DIRECTIONS_PER_MEASUREMENT = 0.05, 2 * _DIRECTIONS_AT_ONCE
 def loss_damage(
     step: MeasuredStep, format: SimulatedMatmuls, effort: Effort, move_grids: Callable[[int], bool]
 ) -> dict[str, tuple[float, float]]:
-    """Return the second order of each forward matmul, and the part of its damage that lasts.
-
-    The two steps of a pair have opposite signs: their sum has the second order, and their
-    difference the first. If the grid moves, the second order is that of the step's own place, where
-    each fourth pair is, and the part that lasts is a mean over this place and those of other pairs.
-    """
+    """Return the second order of each forward matmul, and the part of its damage that lasts."""
+    # The two steps of a pair have opposite signs: their sum has the second order, and their
+    # difference the first. If the grid moves, the second order is that of the step's own place,
+    # where each fourth pair is, and the part that lasts is a mean over this place and those of
+    # other pairs.
     orders: dict[str, dict[int, list[tuple[float, float]]]] = {}
     is_moving = False
     for pair in range(effort.pairs):
@@ -225,11 +224,9 @@ def gradient_products(
     effort: Effort,
     move_grids: Callable[[int], bool],
 ) -> dict[str, tuple[dict[ledger.Key, float], dict[ledger.Key, float]]]:
-    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents.
-
-    If the grid moves, errors are averaged over several places. In a second dictionary are the
-    squares of the errors of all computations, as they arise, averaged over the same places.
-    """
+    """Return the mean square of ``<d, J r>`` of each computation whose operand has tangents."""
+    # If the grid moves, errors are averaged over several places. In a second dictionary are the
+    # squares of the errors of all computations, as they arise, averaged over the same places.
     sums: dict[str, dict[ledger.Key, float]] = {word: {} for word in named}
     others: dict[str, dict[ledger.Key, float]] = {word: {} for word in named}
     distance = step.rms * math.sqrt(eps)
@@ -256,12 +253,10 @@ def gradient_products(
 def large_estimates(
     estimates: Mapping[ledger.Key, float], total: float, effort: Effort, places: int
 ) -> list[ledger.Key]:
-    """Return the computations whose estimated squares make up much of the sum of all, ``total``.
-
-    An estimate is uncertain by ``sqrt(2 / directions)`` of itself. A large one makes the sum as
-    uncertain, and with it the shares of all others. So it is worth a measurement, which needs a
-    step for each place of the grid.
-    """
+    """Return the computations whose estimated squares make up much of the sum of all, ``total``."""
+    # An estimate is uncertain by ``sqrt(2 / directions)`` of itself. A large one makes the sum as
+    # uncertain, and with it the shares of all others. So it is worth a measurement, which needs a
+    # step for each place of the grid.
     large = [key for key, square in estimates.items() if square > _LARGE_SHARE * total]
     most = effort.directions // (_DIRECTIONS_PER_MEASUREMENT * places)
     return sorted(large, key=lambda key: -estimates[key])[:most]

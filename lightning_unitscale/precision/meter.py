@@ -232,11 +232,9 @@ class Meter:
     def loss_change(
         self, format: str, is_rounded: Callable[[Key], bool], inherited: Numbers | None = None
     ) -> float:
-        """Measure the change of the loss with some forward computations rounded at once.
-
-        With ``inherited``, backward computations are rounded as well, and it gets the energies of
-        the errors that operands arrive with.
-        """
+        """Measure the change of the loss with some forward computations rounded at once."""
+        # With ``inherited``, backward computations are rounded as well, and it gets the energies of
+        # the errors that operands arrive with.
         rounded = TogetherPass(self.formats[format], is_rounded)
         if inherited is not None:
             rounded.sketches = self.base.sketches
@@ -249,10 +247,8 @@ class Meter:
     def lasting_change(
         self, format: str, is_rounded: Callable[[Key], bool], first: float, places: int
     ) -> float | None:
-        """Measure the mean of ``loss_change`` over places of a moving grid, if there are enough.
-
-        ``first`` is the change at the first place, which is not measured again.
-        """
+        """Measure the mean of ``loss_change`` over places of a moving grid, if there are enough."""
+        # ``first`` is the change at the first place, which is not measured again.
         if places < FEWEST_PAIRS or not self.move_grids(0):
             return None
         changes = [first]
@@ -265,10 +261,8 @@ class Meter:
     def gradient_errors(
         self, format: str, is_rounded: Callable[[Key], bool], places: Iterable[int] = (0,)
     ) -> list[float]:
-        """Measure the gradient's error with some backward computations rounded at once.
-
-        There is one error for each place of the grid.
-        """
+        """Measure the gradient's error with some backward computations rounded at once."""
+        # There is one error for each place of the grid.
         rounded = TogetherPass(
             self.formats[format], lambda key: key[1] != _FORWARD and is_rounded(key)
         )

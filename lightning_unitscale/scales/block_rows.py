@@ -68,10 +68,8 @@ class BlockRows:
 def block_row(
     tensor: Tensor, axis: int, layout: RowLayout, tensor_scale: float | None = None
 ) -> Tensor:
-    """Return the ``block_columns`` of a real floating-point tensor, with blocks along ``axis``.
-
-    Without ``tensor_scale``, formats that need one take it from the tensor's largest magnitude.
-    """
+    """Return the ``block_columns`` of a real floating-point tensor, with blocks along ``axis``."""
+    # Without ``tensor_scale``, formats that need one take it from the tensor's largest magnitude.
     tensor = tensor.detach()
     if tensor.dim() == 0:
         tensor, axis = tensor[None], 0
@@ -95,11 +93,9 @@ def block_row(
 def sampled_blocks(
     tensor: Tensor, axis: int, size: int, sample_size: int | None
 ) -> tuple[Tensor, int]:
-    """Return blocks along a dimension in FP32, ``(blocks, size)``, and their number of elements.
-
-    There are as many blocks as ``sample_size`` elements have, spread over the tensor, or all of
-    them. A last partial block is filled with zeros.
-    """
+    """Return blocks along a dimension in FP32, ``(blocks, size)``, and their number of elements."""
+    # There are as many blocks as ``sample_size`` elements have, spread over the tensor, or all of
+    # them. A last partial block is filled with zeros.
     axis %= tensor.dim()
     length, step = tensor.shape[axis], tensor.stride(axis)
     per_line = -(-length // size)

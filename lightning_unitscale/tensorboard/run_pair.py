@@ -180,11 +180,9 @@ class RunPair:
     def _shifts(
         self, apart: Doubles, sizes: Sequence[npt.NDArray[Any]], is_of_parts: npt.NDArray[np.bool_]
     ) -> Doubles:
-        """Return log2 of what the second run's gradients lack in each step, ``(T,)``.
-
-        Ranks whose gradients are averaged later each have the gradient of their own loss, and
-        accumulated batches have a share of it. The gradients of the losses show which.
-        """
+        """Return log2 of what the second run's gradients lack in each step, ``(T,)``."""
+        # Ranks whose gradients are averaged later each have the gradient of their own loss, and
+        # accumulated batches have a share of it. The gradients of the losses show which.
         losses = [
             k
             for k, pair in enumerate(self.pairs)
@@ -270,10 +268,8 @@ class RunPair:
 def _shares_above(
     counts: Sequence[ExponentCounts], shifts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
-    """Return the share of elements from each exponent on, the highest one first, ``(T, 279)``.
-
-    The exponents are higher by ``shifts``.
-    """
+    """Return the share of elements from each exponent on, the highest one first, ``(T, 279)``."""
+    # The exponents are higher by ``shifts``.
     moved = map(np.roll, (own.counts for own in counts), shifts.tolist())
     table = np.stack(list(moved))[:, ::-1]
     sampled = np.array([own.num_sampled for own in counts], table.dtype)

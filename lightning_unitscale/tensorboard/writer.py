@@ -118,11 +118,9 @@ class ScaleWriter:
         *,
         complete: bool = False,
     ) -> None:
-        """Write one snapshot at its step.
-
-        The step just written is skipped, since TensorBoard requires increasing steps. A smaller
-        step (a second fit, a resumed run) starts again, as in every other chart.
-        """
+        """Write one snapshot at its step."""
+        # The step just written is skipped, since TensorBoard requires increasing steps. A smaller
+        # step (a second fit, a resumed run) starts again, as in every other chart.
         file_writer = self._experiment._get_file_writer()
         if file_writer is None or not len(snapshot) or snapshot.step == self._thinning.last_step:
             return
@@ -336,10 +334,8 @@ def custom_scalars_layout(
 
 
 def command_for_logger(logger: Any) -> str:
-    """Return the command that shows a run with the others of its logger.
-
-    You can paste it into a shell in the current folder, even without activating the environment.
-    """
+    """Return the command that shows a run with the others of its logger."""
+    # You can paste it into a shell in the current folder, even without activating the environment.
     save_dir = getattr(logger, "save_dir", None)
     logdir = Path(logger.log_dir if save_dir is None else save_dir)
     if logdir.resolve() == Path.cwd():  # TensorBoard would search the whole folder
