@@ -423,7 +423,7 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> Outcome:
     batch = first
     looks = RecalibrationSchedule("auto" if method.follows else None)
     for step in range(args.steps):
-        if looks.looks_at(step):
+        if looks.measures_at(step):
             take_new_units(module, batch)
         with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
             BLOCKS.is_counting = method.name == "NVFP4, lossless" and step % _COUNT_EVERY == 0

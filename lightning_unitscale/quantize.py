@@ -62,8 +62,8 @@ def quantize(
             A compiled graph cannot have generators. Pass a row of :func:`rounding_keys` there.
             Equal keys give equal results, whatever runs the graph.
         saturate: Whether out-of-range values, infinities included, become the largest number.
-            ``None`` does so exactly for formats without infinities, as torch's casts do. ``False``
-            gives such a format NaN.
+            ``None`` does so exactly for formats without infinities, as torch's casts do. With
+            ``False``, they become NaN in such a format.
 
     Returns:
         A new tensor of the type and shape of ``tensor``. If its type lacks some numbers of the

@@ -123,7 +123,7 @@ def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:
     if (size := tensor_parallel_size(trainer)) > 1:
         raise misconfigured(
             f"{option} with tensor_parallel_size={size}: captured steps would have distributed "
-            "tensors, for which AOTAutograd and Inductor build other graphs. Expected "
+            "tensors, whose graphs differ and are not supported. Expected "
             "tensor_parallel_size=1. Leave it out."
         )
 

@@ -70,8 +70,8 @@ class RematCallback(StepsCallback):
             Results are then those of ``torch.compile`` up to its rounding, with the random numbers
             of the uncompiled step. The prediction is an estimate, since fused values are not
             stored. Not available under FSDP2.
-        offload: ``"host"`` also moves values that are kept to pinned host memory, where that costs
-            less time than recomputing them. Copies run while the device computes. The budget is
+        offload: ``"host"`` also moves kept values to pinned host memory, where that costs less time
+            than recomputing them. Copies run while the device computes. The budget is
             for the device's memory. On a CPU the values are copied outside torch's allocator. This
             saves nothing and is for tests. Not available with ``compile`` or under FSDP2.
 

@@ -73,7 +73,7 @@ class Rules:
 
     Args:
         method: ``"unit-scaling"`` or ``"u-mup"``, which scale learning rates differently.
-        residual_mult: Share of all residual branches in the last sum.
+        residual_mult: Weight of all residual branches relative to the skip in the last sum.
         residual_attn_ratio: Share of attention branches relative to the others.
         attention_mult: Factor on attention logits.
         activation_mult: Factor on the input of activations that follow a weight.

@@ -73,11 +73,11 @@ class ScaleMonitor(StepsCallback):
             the training. ``None``: only record the alert in ``alerts`` and on the dashboard, as all
             choices do. A persistent problem is reported once, and again if it returns after ten
             clean samples.
-        thresholds: Mapping from a format to the fraction of a tensor's elements that may overflow,
-            and that may be flushed to zero. Or from a format to ``{"overflow": 0.0, "subnormal":
-            0.5, "flushed": 0.1}``, any of the three. They apply to operands of matmuls and to
-            gradients that arrive at matmuls. By default we alert on any overflow in a format with
-            infinities, and on more than 0.1 % in a saturating format.
+        thresholds: Mapping from a format to one fraction of a tensor's elements, both of those that
+            may overflow and of those that may become zero, or to a dict with some of the limits
+            ``{"overflow": 0.0, "subnormal": 0.5, "flushed": 0.1}``. They apply to operands of
+            matmuls and to gradients that arrive at matmuls. By default we alert on any overflow in
+            a format with infinities, and on more than 0.1 % in a saturating format.
         trend_steps: Warn (never stop or raise) if a tensor's largest magnitude will leave a format
             of the thresholds within this many steps. This extrapolates the last eight samples.
             ``None`` checks no trends.

@@ -66,7 +66,7 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
 
 
 aten = torch.ops.aten
-# Left out: operators that keep the kernel's bits when decomposed (GRUs, nearest neighbours), batch
+# Left out: operators that keep the kernel's bits when decomposed (GRUs, nearest neighbors), batch
 # norm, whose kernel writes to its running statistics outside autograd, and LSTMs, since the shapes
 # of oneDNN's results are unknown until it runs.
 _TAKEN_APART = (

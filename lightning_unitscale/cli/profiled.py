@@ -73,7 +73,7 @@ class ProfiledJob:
         if not is_overridden("configure_model", model):
             raise MisconfigurationException(
                 f"`strategy=ModelParallelStrategy`: {type(model).__name__} has no configure_model. "
-                "Expected one that shards it by fully_shard or parallelize_module. Write it."
+                "Define one that shards it by fully_shard or parallelize_module."
             )
         emptied(model, "meta")
         with torch.device("meta"), precision.module_init_context():

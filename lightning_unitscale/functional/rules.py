@@ -283,6 +283,6 @@ def apply_constraint(constraint: str | None, *factors: float) -> tuple[float, ..
     if num_gradients is not None and len(factors) != num_gradients + 1:
         raise ValueError(
             f"constraint={constraint!r}: this operation has {len(factors) - 1} constrained "
-            f"gradients. Expected {num_gradients}. Use 'to_output_scale', a mean, or None."
+            f"gradients. Expected {num_gradients}. Use 'to_output_scale', 'gmean', or None."
         )
     return (factors[position],) * len(factors)

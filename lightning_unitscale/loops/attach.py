@@ -30,9 +30,9 @@ def attach(
 
     A training step consists of the module's calls in training mode and their backward passes. It
     ends when an optimizer with parameters of the module steps. Calls by the step's closure belong
-    to that step. Calls in evaluation mode or without gradients are an evaluation. If an optimizer
-    steps after only evaluation calls with gradients, such calls count as training from then on. You
-    do not have to change your loop.
+    to that step. Calls in evaluation mode or without gradients are an evaluation. If a loop
+    trains the module in evaluation mode, its calls with gradients count as training after the first
+    step of the optimizer. You do not have to change your loop.
 
     Args:
         module: The module that the loop calls: after ``DistributedDataParallel``, ``fully_shard``

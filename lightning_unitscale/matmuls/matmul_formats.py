@@ -213,7 +213,8 @@ EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 # The format of gradients that do not fit into the finer one.
 WIDE_GRADIENT: GradientFormat = "E5M2"
 _TRAINING_ONLY = (
-    "FP8 is for training steps: evaluation has the numbers that a checkpoint has without FP8."
+    "Only training steps run in FP8: evaluation gives the results that the checkpoint gives "
+    "without FP8."
 )
 
 

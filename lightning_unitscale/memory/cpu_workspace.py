@@ -49,6 +49,7 @@ _LEAST_IMAGES, _LEAST_ELEMENTS = 16, 20480
 
 def convolution_workspace(args: Sequence[Any], result: Any) -> int:
     """Count the copies and buffers of a forward convolution."""
+    args = _with_every_option(args, 3, args[1].dim() - 2)
     if not _takes_onednn(args[0], args[1], *args[3:9]):
         return _columns_forward(args, result)
     return avx2_convolution.forward(args, result) if _has_avx2() else _wide_forward(args, result)
@@ -56,9 +57,20 @@ def convolution_workspace(args: Sequence[Any], result: Any) -> int:
 
 def convolution_backward_workspace(args: Sequence[Any], result: Any) -> int:
     """Count the copies and buffers of a convolution's gradients."""
+    args = _with_every_option(args, 4, args[2].dim() - 2)
     if not _takes_onednn(args[1], args[2], *args[4:10]):
         return _columns_backward(args, result)
     return avx2_convolution.backward(args) if _has_avx2() else _wide_backward(args, result)
+
+
+def _with_every_option(args: Sequence[Any], first: int, num_dims: int) -> list[Any]:
+    """Repeat options that have one number for all dimensions, such as ``padding="valid"`` makes."""
+    return [
+        list(value) * num_dims
+        if at >= first and isinstance(value, (list, tuple)) and len(value) == 1
+        else value
+        for at, value in enumerate(args)
+    ]
 
 
 def _has_avx2() -> bool:

@@ -220,7 +220,7 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
         node = problem.nodes[wrong[-1]]
         raise ValueError(
             f"saved: {node.name} ({node.kind}) is not saved. It must not run again in the backward "
-            "pass. Save it, or all that leads from it to the backward pass."
+            "pass. Save it, or every value that is computed from it and read by the backward pass."
         )
     problem._recomputed[saved.tobytes()] = runs
     return runs

@@ -345,8 +345,8 @@ def remat(
             in bytes. A float is linear in bytes, from 0, the smallest achievable peak (also
             ``"min"``), to 1, the peak without rematerialization, so it can always be met.
             ``"min_cut"`` keeps as few bytes as possible without recomputing a matmul.
-        offload: ``"host"`` also moves values that are kept to pinned host memory, where that costs
-            less time than recomputing them. The budget is for the device's memory. On a CPU they
+        offload: ``"host"`` also moves kept values to pinned host memory, where that costs less time
+            than recomputing them. The budget is for the device's memory. On a CPU they
             are copied outside torch's allocator, which saves nothing and is for tests.
 
     Returns:

@@ -30,8 +30,9 @@ class PipelineRunner:
 
     Every rank makes one for the same pipeline and calls :meth:`step` with the same batch. A step
     adds the gradients of the mean of the microbatches' losses to ``.grad``. If a loss is a mean
-    over the valid targets, the losses are weighted by their numbers. Their mean is then the loss of
-    the batch. A warning reports any other loss whose mean is not that of the batch.
+    over the valid targets, the losses are weighted by the numbers of these targets. Their mean is
+    then the loss of the batch. A warning reports any other loss whose mean is not that of the
+    batch.
 
     Args:
         pipe: The pipeline; training needs a loss.

@@ -72,10 +72,10 @@ class PipelineStrategy(SavingStrategy):
             and memory budgets need ``"step"``.
         free_unowned: Whether a rank frees parameters of other ranks' stages, with their gradients
             and optimizer state, after the first step is cut. They return for a checkpoint (on the
-            first rank), for a whole validation while it runs, and at the end of the training. They
-            also return for a validation whose hooks read weights before its batches. Reading a
-            freed parameter raises an error. With ``False``, unowned parameters have outdated
-            values.
+            first rank), while an evaluation runs the whole module, and at the end of the
+            training. They also return for a validation whose hooks read weights before its batches.
+            Reading a freed parameter raises an error. With ``False``, unowned parameters have
+            outdated values.
         evaluation: ``"pipeline"`` runs validation, test and prediction through the stages.
             ``"whole"`` runs the whole module on every rank, with all weights. ``"auto"`` uses the
             pipeline, or the whole module with a warning if a step is not one graph.

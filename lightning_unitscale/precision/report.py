@@ -15,7 +15,7 @@ from lightning_unitscale.matmuls.computations import EXEMPT, Computation, Exempt
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 
 _HEADERS = ("matmul", "computation", "format", "damage", "FLOPs", "adds", "inherits",
-            "why not in it")  # fmt: skip
+            "why outside")  # fmt: skip
 _KINDS = ((True, "Damage: change of the loss"), (False, "Damage: error of the gradient"))
 
 
@@ -104,10 +104,10 @@ class PrecisionReport:
     def predicted_gain(self, exempt: Sequence[Exemption], format: str | None = None) -> Together:
         """Predict what else is gained if some computations are exempt, on average over steps.
 
-        These computations have shares of the lasting damage to the loss and of the gradient's
-        squared error. What was measured with everything rounded is divided in the same shares,
-        since it differs from the sum of the parts: rounded results are rounded again. Without a
-        measured mean change of the loss, the loss falls by their lasting damage.
+        These computations have shares of the mean damage to the loss and of the gradient's squared
+        error. What was measured with everything rounded is apportioned by these shares, since it
+        differs from the sum of the parts: rounded results are rounded again. Without a measured
+        mean change of the loss, the loss falls by their mean damage.
         """
         word = self.formats[0] if format is None else format
         before, exemptions = Exemptions(self.exempt), Exemptions(exempt)

@@ -34,11 +34,12 @@ class MuonAdamW(Optimizer):
     Decay is decoupled, ``lr * weight_decay`` for all parameters.
 
     Args:
-        params: Parameters or groups of them, such as ``module.parameters()``. With ``use_muon`` in
-            a group, all its parameters are Muon's or AdamW's, unless rules have found their roles.
+        params: Parameters or groups of them, such as ``module.parameters()``. The key
+            ``use_muon`` of a group decides for all its parameters, unless rules have found their
+            roles.
         lr: Learning rate of AdamW, positive. Near 1 under ``"u-mup"``.
-        muon_lr: Learning rate of Muon, positive: the spectral norm of a step, divided by the norm
-            that changes features by 1. Under ``"u-mup"`` search for it near 0.125.
+        muon_lr: Learning rate of Muon, positive: under ``"u-mup"`` a step has the spectral
+            norm ``muon_lr * sqrt(fan_out)``. Search for it near 0.125.
         weight_decay: Under ``"u-mup"`` a share of the weight per step.
         momentum: Muon's, with Nesterov's rule.
         betas: AdamW's two averaging factors.

@@ -127,8 +127,8 @@ def find_divergence(a: RunScales, b: RunScales) -> Divergence:
             judged[direction] = _judge(pair, history, direction, floors, is_noise)
     if not judged:
         raise ValueError(
-            "run_a, run_b: they share no sampled step. Expected runs whose ScaleMonitor has the "
-            "same every_n_steps. Give other runs."
+            "run_a, run_b: they share no sampled step. Expected runs that sampled at least "
+            "one step in common. Sample more often, such as with every_n_steps=1."
         )
     every = np.unique(np.concatenate([one.history.steps for one in judged.values()])).tolist()
     for index, step in enumerate(every):

@@ -26,7 +26,7 @@ def check_tables(page, report):
     page.settle("!document.querySelector('.ledger').hidden")
     for table, is_forward in zip(page.browser.evaluate(ROWS), (True, False), strict=True):
         head, *rows = table
-        assert head[3:5] == ["damage", "FLOPs"] and head[-1] == "why not in it"
+        assert head[3:5] == ["damage", "FLOPs"] and head[-1] == "why outside"
         expected = [row for row in report.rows if row.is_forward == is_forward]
         assert {(row[0], row[1]) for row in rows} == {(r.name, r.computation) for r in expected}
         damages = [abs(float(row[3])) for row in rows]

@@ -132,3 +132,26 @@ def test_the_kernels_of_torch(name: str) -> None:
 
 def test_one_tap_in_one_thread_copies_nothing() -> None:
     _check(_arguments((64, 128), (14, 14), 1), 0)
+
+
+@pytest.mark.parametrize("name", ["patches", "sequence", "volume", "groups", "transposed"])
+def test_options_of_one_number(name: str) -> None:
+    """``padding="valid"`` leaves one number for all dimensions, and anybody may pass it."""
+    images, weight, bias, stride, padding, dilation, *rest = _arguments(**_SHAPES[name])
+    turned, output_padding, groups = rest
+    full = (stride, padding, dilation, turned, output_padding, groups)
+    short = (stride[:1], padding[:1], dilation[:1], turned, output_padding[:1], groups)
+    operators = aten.convolution.default, aten.convolution_backward.default
+    found = []
+    for options in (full, short):
+        forward = (images, weight, bias, *options)
+        result = operators[0](*forward)
+        backward = (result, images, weight, [len(bias)], *options, [True, True, True])
+        gradients = operators[1](*backward)
+        found.append(
+            (
+                predicted_workspace(operators[0], forward, result),
+                predicted_workspace(operators[1], backward, gradients),
+            )
+        )
+    assert found[0] == found[1]
