@@ -117,7 +117,7 @@ def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
         graphs.append(copied)
         return graph_module.forward
 
-    capture.compile_function(function, backend)(*inputs)
+    torch.compile(function, backend=backend)(*inputs)
     assert len(graphs) == 1
     return graphs[0]
 

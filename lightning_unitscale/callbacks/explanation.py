@@ -26,8 +26,7 @@ from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
-# Shown for a tensor that was zero or not finite whenever it was measured.
-_NONE_YET = "none yet"
+_NONE_YET = "none yet"  # shown for a tensor that was zero or not finite whenever it was measured
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _CAPACITY = re.compile(r"total capacity of ([0-9.]+ [KMGT]iB)")
-# The rest is for the CUDA context, workspaces and gaps between blocks.
-_SHARE = 0.9
+_SHARE = 0.9  # the rest is for the CUDA context, workspaces and gaps between blocks
 
 
 def note_memory(

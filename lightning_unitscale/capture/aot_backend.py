@@ -173,8 +173,7 @@ def _with_python_kernel(
 
 
 _LSTM = aten.mkldnn_rnn_layer.default
-# The index of the result that only the backward kernel reads.
-_WORKSPACE = 3
+_WORKSPACE = 3  # the index of the result that only the backward kernel reads
 
 
 def recurrent_dropout() -> contextlib.AbstractContextManager[None]:

@@ -218,12 +218,10 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-# A context without these modes.
-unwatched = _disable_current_modes
+unwatched = _disable_current_modes  # a context without these modes
 
 
-# The cached result for each class.
-_is_followed: dict[type, bool] = {}
+_is_followed: dict[type, bool] = {}  # the cached result for each class
 
 
 def not_followed(inputs: Any) -> str | None:

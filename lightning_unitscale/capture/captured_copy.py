@@ -35,8 +35,7 @@ from lightning_unitscale.patching import shadowed
 
 _STATE = "_compiling_state_context"
 MATMULS = "_module_matmuls"
-# Hooks and wrappers that observe the calls of a module.
-TRACKER = "_scale_tracker"
+TRACKER = "_scale_tracker"  # hooks and wrappers that observe the calls of a module
 
 
 def captured_forward(

@@ -75,7 +75,7 @@ class _TracedFunction:
         """Return another function that is captured as a part of the step."""
         # One backend for all, since Dynamo recaptures when the backend changes.
         backend = GraphBackend(weakref.ref(self._step), executor)
-        return capture.compile_function(function, self._backends.setdefault(executor, backend))
+        return torch.compile(function, backend=self._backends.setdefault(executor, backend))
 
     @contextlib.contextmanager
     def capturing(self, executor: Executor, *, passes_over: bool) -> Iterator[None]:

@@ -82,8 +82,7 @@ class _Lines(NamedTuple):
     start: int  # line before the body's first
 
 
-# Keyed by the id of the code of a graph's ``forward``.
-LINES: dict[int, _Lines] = {}
+LINES: dict[int, _Lines] = {}  # keyed by the id of the code of a graph's ``forward``
 
 
 def names_of_line(frame: FrameType) -> tuple[str, str] | None:

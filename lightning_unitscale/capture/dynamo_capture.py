@@ -38,14 +38,10 @@ from lightning_unitscale.capture.patches import (
 )
 from lightning_unitscale.patching import shadowed_here
 
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-
-
 # "gradient" is a gradient that a step reads from a parameter.
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
-# Dynamo's mark of parameters and buffers.
-_STATIC = "_dynamo_static_input_type"
+_STATIC = "_dynamo_static_input_type"  # Dynamo's mark of parameters and buffers
 
 # A step may be specialized on more Python state than Dynamo's default of 8 allows: the epoch, the
 # shapes of a last batch, several modules of one class that share one code object. Past the limit
@@ -102,11 +98,6 @@ class CapturedGraph:
 
 
 _KEY = re.compile(r"\['([^']+)'\]")
-
-
-def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """Run ``function`` through Dynamo, and call ``backend`` once per captured graph."""
-    return torch.compile(function, backend=backend)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

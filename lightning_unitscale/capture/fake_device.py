@@ -42,8 +42,7 @@ is_several_tensors = is_traceable_wrapper_subclass
 aten = torch.ops.aten
 # The simulated device as C++ sees it. Python's own has no index.
 _STAND_IN = torch.device("cpu", 0)
-# Default compute capability of the simulated GPU: Hopper.
-_COMPUTE_CAPABILITY = (9, 0)
+_COMPUTE_CAPABILITY = (9, 0)  # default compute capability of the simulated GPU: Hopper
 
 
 def is_control_flow(function: Any) -> bool:

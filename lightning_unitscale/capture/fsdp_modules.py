@@ -40,8 +40,7 @@ from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.patching import shadowed
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
-# FSDP's mark of sharded modules for Dynamo.
-_MANAGED = "_is_fsdp_managed_module"
+_MANAGED = "_is_fsdp_managed_module"  # FSDP's mark of sharded modules for Dynamo
 
 
 @dataclass(frozen=True)

@@ -277,8 +277,7 @@ class Places:
         return brought
 
 
-# An ordered set.
-_Names = dict[str, None]
+_Names = dict[str, None]  # an ordered set
 
 
 def _read(node: fx.Node, sources: Mapping[fx.Node, _Names]) -> _Names:

@@ -29,8 +29,7 @@ ELSEWHERE = "elsewhere"
 ATTENTION = "scaled_dot_product_attention"
 ATTENTION_ROLES = ("query", "key", "value")
 
-# Position of an argument: ``(0,)``, ``("weight",)``, ``(0, 1)``.
-Path = tuple[int | str, ...]
+Path = tuple[int | str, ...]  # position of an argument: ``(0,)``, ``("weight",)``, ``(0, 1)``
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')

@@ -28,12 +28,10 @@ from lightning_unitscale.capture.passes import GraphPass, PassRecord, Phase
 from lightning_unitscale.capture.side_effects import Calls
 from lightning_unitscale.patching import nothing
 
-# Attribute of a module for its captured steps.
-ATTRIBUTE = "_captured_steps"
+ATTRIBUTE = "_captured_steps"  # attribute of a module for its captured steps
 # A step is given up after this many calls that captured something, torch.compile's limit.
 MANY_CAPTURES = 8
-# Maximum number of graphs of one call.
-MANY_GRAPHS = 32
+MANY_GRAPHS = 32  # maximum number of graphs of one call
 
 
 class ModuleState:

@@ -25,8 +25,7 @@ from lightning_unitscale.tensorboard import writer
 
 # Values of `--ckpt_path` that are not paths.
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
-# The exit status after Ctrl-C.
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # the exit status after Ctrl-C
 
 
 class UnitScaleCLI(LightningCLI):

@@ -97,8 +97,7 @@ def _rrelu(arguments: Mapping[str, Any]) -> Factors:
     return unit_factors(square, input=square)
 
 
-# nn.PReLU's initial value, since a rule does not see the values of the weight.
-_PRELU_START = 0.25
+_PRELU_START = 0.25  # nn.PReLU's initial value, since a rule does not see the values of the weight
 
 
 def _prelu(arguments: Mapping[str, Any]) -> Factors:

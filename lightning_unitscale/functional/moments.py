@@ -127,8 +127,7 @@ def _moments(
     return moments
 
 
-# Beyond this standard deviation one logit wins, and the moments are constant.
-_MAX_STD = 30.0
+_MAX_STD = 30.0  # beyond this standard deviation one logit wins, and the moments are constant
 
 
 class SoftmaxMoments(NamedTuple):

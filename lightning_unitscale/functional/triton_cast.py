@@ -25,8 +25,7 @@ from lightning_unitscale.scales.triton_kernels import wide
 NUM_WARPS: Final = 8
 # A tile is square. 64 bytes of FP8 in a row are two sectors of memory, in both results.
 _TILE: Final = 64
-# Bytes are few: 128 of them in a row are a line of the cache.
-TURNED_TILE: Final = 128
+TURNED_TILE: Final = 128  # bytes are few: 128 of them in a row are a line of the cache
 
 _INF = tl.constexpr(math.inf)
 

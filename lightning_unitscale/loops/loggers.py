@@ -38,8 +38,7 @@ from lightning_unitscale.tensorboard.writer import (
 
 # The content of ``Coverage.to_json()``; ``None`` without a step that was counted.
 CoverageNumbers: TypeAlias = Mapping[str, Any] | None
-# Logs values by name at a step.
-Log: TypeAlias = Callable[[Mapping[str, Any], int], None]
+Log: TypeAlias = Callable[[Mapping[str, Any], int], None]  # logs values by name at a step
 # The number of tables after which the writers omit some.
 _TABLES: Final = {"table": 8}
 _COLUMNS: Final = ("tensor", "module", "direction", "operand", "log2_rms", "log2_rms_stored")
@@ -74,8 +73,7 @@ class NumberWriter:
         """Write the table of a snapshot, if the logger supports tables."""
 
 
-# Writers of the snapshots of a run.
-Writer: TypeAlias = ScaleWriter | NumberWriter
+Writer: TypeAlias = ScaleWriter | NumberWriter  # writers of the snapshots of a run
 
 
 class TextWriter(NumberWriter):

@@ -221,8 +221,7 @@ def _sources_by_shape(
 # Limits on the calls of a thread and the threads that wait for a backward pass.
 _MAX_FINISHED = 2**12
 _MAX_THREADS = 2**8
-# How far a node's sources are followed.
-_MAX_NODES = 2**10
+_MAX_NODES = 2**10  # how far a node's sources are followed
 
 
 @dataclass
@@ -253,8 +252,7 @@ def _if_open(ref: weakref.ref[Any]) -> Any:
     return session if session is not None and session.is_open else None
 
 
-# By the number of the thread.
-_MADE: dict[int, _CreatedNodes] = {}
+_MADE: dict[int, _CreatedNodes] = {}  # by the number of the thread
 
 
 @contextlib.contextmanager

@@ -50,8 +50,7 @@ from lightning_unitscale.matmuls.owners import running_session
 from lightning_unitscale.matmuls.session import MatmulSession, run_inside
 from lightning_unitscale.matmuls.torch_internals import Kernel, plain_functions
 
-# Limits the runs that go on, one in a thread.
-_MAX_BEGUN = 2**6
+_MAX_BEGUN = 2**6  # limits the runs that go on, one in a thread
 # The number of a run that belongs to no session.
 _NOBODY = 0
 _OURS = torch.ops.lightning_unitscale

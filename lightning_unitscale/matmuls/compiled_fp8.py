@@ -44,10 +44,8 @@ _PASSED = frozenset({*ARRANGED, CAST, "aten.alias.default", "aten.detach.default
 _TRANSPOSED = ("aten.permute.default", "aten.t.default", "aten.transpose.int")
 # Keeping a tensor with this many times fewer elements than another costs next to nothing.
 _MUCH_SMALLER = 8
-# The tensors of a layer: input 0, weight 1, gradient 2.
-_WEIGHT, _GRADIENT = 1, 2
-# The operands of its three matmuls.
-_SCALED = ((0, 1), (2, 1), (2, 0))
+_WEIGHT, _GRADIENT = 1, 2  # the tensors of a layer: input 0, weight 1, gradient 2
+_SCALED = ((0, 1), (2, 1), (2, 0))  # the operands of its three matmuls
 # The numbers of a layer: the factors of its tensors, the scales of its matmuls, and a 1. cuBLAS
 # reads scales at multiples of 16 bytes.
 _NUM_NUMBERS, _PITCH = 7, 4

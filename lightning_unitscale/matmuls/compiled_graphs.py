@@ -236,8 +236,7 @@ class CompiledGraph(GraphRuns):
         session.units.measure(site, matmul.slot, names, known, matmul.dtype, extent_of, num_addends)
 
 
-# By the number of :attr:`CompiledGraph.description`.
-GRAPHS: dict[int, CompiledGraph] = {}
+GRAPHS: dict[int, CompiledGraph] = {}  # by the number of :attr:`CompiledGraph.description`
 
 
 def _graph(number: int, text: str) -> CompiledGraph:

@@ -31,8 +31,7 @@ from lightning_unitscale.matmuls.torch_internals import MODULE_CALL, OPERATOR_CA
 # Runs have numbers. A graph has fewer matmuls than the distance between two runs' numbers.
 MAX_MATMULS = 2**16
 _NUMBERS = itertools.count(MAX_MATMULS, MAX_MATMULS)
-# Limits the runs of a graph that wait for a backward pass.
-_MAX_RUNS = 2**12
+_MAX_RUNS = 2**12  # limits the runs of a graph that wait for a backward pass
 # Our compiled graphs by the address of their runner, and the addresses of their code. Every
 # matmul of such a graph searches the addresses, so they are a set.
 _OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()

@@ -92,8 +92,7 @@ _BEFORE: ContextVar[Mapping[str, Any]] = ContextVar(
 )
 
 
-# More than the nested calls from making a key to asking a pass for its uuid.
-_MAX_CALLERS = 16
+_MAX_CALLERS = 16  # more than the nested calls from making a key to asking a pass for its uuid
 
 
 class InductorPass(CustomGraphPass):

@@ -25,8 +25,7 @@ PlainMatmul = tuple[Mapping[str, str], str]
 ENOUGH = 0.9
 _NUM_NAMED = 5
 NO_MATMUL = "no matmul ran"
-# Why a matmul runs outside of a format.
-NO_UNIT = "no unit yet"
+NO_UNIT = "no unit yet"  # why a matmul runs outside of a format
 # Documented reasons, which need no warning unless the module had the format before. Layers that
 # are excluded by default need one only if they are a large part of the model.
 _EXPECTED = frozenset({NO_LINEAR, NOT_INCLUDED, EXEMPT})

@@ -34,8 +34,7 @@ from lightning_unitscale.matmuls.torch_internals import (
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 _STRIDED = torch.strided
-# Limits the placements of its operands for which a matmul is prepared.
-MAX_PLACEMENTS = 2**6
+MAX_PLACEMENTS = 2**6  # limits the placements of its operands for which a matmul is prepared
 # A kernel with a factor and the addend that it does not read; both ``None`` for a matmul that is
 # added, whose own kernel takes the factor.
 _WithFactor = tuple[Kernel | None, Tensor | None]

@@ -50,8 +50,7 @@ _PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: its finalizer, which close_session or garbage collection calls.
 _sessions: dict[int, weakref.finalize[..., MatmulSession]] = {}
 _ELSEWHERE = "a thread of the user, not of the step"
-# The dispatch keys whose kernels are overridden.
-_keys: set[str] = set()
+_keys: set[str] = set()  # the dispatch keys whose kernels are overridden
 
 
 class _Installed:

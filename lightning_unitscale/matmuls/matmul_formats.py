@@ -41,8 +41,7 @@ from lightning_unitscale.quantize import FormatLike, Rounding, check_rounding, c
 
 Grid = Literal["fixed", "moving"]
 
-# The step of a logarithm per training step: the golden ratio.
-_STRIDE = (math.sqrt(5) - 1) / 2
+_STRIDE = (math.sqrt(5) - 1) / 2  # the step of a logarithm per training step: the golden ratio
 # The formats of "fp8": precision for operands, range for gradients.
 FP8_FORMATS = ("E4M3FN", "E5M2")
 
@@ -210,8 +209,7 @@ NO_LINEAR = "it is not a linear layer"
 _NO_PADDING = "and padding would not pay"
 EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 
-# The format of gradients that do not fit into the finer one.
-WIDE_GRADIENT: GradientFormat = "E5M2"
+WIDE_GRADIENT: GradientFormat = "E5M2"  # the format of gradients that do not fit into the finer one
 _TRAINING_ONLY = (
     "Only training steps run in FP8: evaluation gives the results that the checkpoint gives "
     "without FP8."

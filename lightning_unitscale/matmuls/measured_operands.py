@@ -34,8 +34,7 @@ FORMATS: dict[Direction, tuple[NumberFormat, ...]] = {
     "forward": (E4M3FN,),
     "backward": (E4M3FN, E5M2),
 }
-# Number of shares per tensor that describe FP8's losses, in either direction.
-NUM_SHARES = 4
+NUM_SHARES = 4  # number of shares per tensor that describe FP8's losses, in either direction
 # Direction, name in the gauge, and the numbers of :func:`stored_row`.
 StoredRow = tuple[Direction, str, Sequence[float]]
 

@@ -18,14 +18,12 @@ from lightning_unitscale.scales.layout import MOMENTS, FloatArray, TensorStatist
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.scales.transfer import joint_copy
 
-# The slot of a forward matmul; backward matmuls have others.
-FORWARD = "forward"
+FORWARD = "forward"  # the slot of a forward matmul; backward matmuls have others
 # BLAS sums BF16 in FP32, which has the same smallest normal number.
 _SMALLEST_LOG2 = {torch.float32: -126, torch.bfloat16: -126, torch.float64: -1022}
 # FP16 ends below 2**16. An element may grow between two measurements.
 _LARGEST_LOG2_FP16 = 13
-# Exponent of two of the largest number of terms in a matmul's sums.
-_LOG2_TERMS = 20
+_LOG2_TERMS = 20  # exponent of two of the largest number of terms in a matmul's sums
 
 
 @dataclass(eq=False, slots=True)

@@ -34,8 +34,7 @@ from lightning_unitscale.matmuls.scaled_methods import AttachedSession, SessionM
 from lightning_unitscale.matmuls.torch_internals import current_node, is_tracing
 from lightning_unitscale.matmuls.units import Units
 
-# Key in the metadata of autograd nodes.
-_KEPT = "lightning_unitscale.session"
+_KEPT = "lightning_unitscale.session"  # key in the metadata of autograd nodes
 
 Format = SimulateFormat | FP8Linears
 

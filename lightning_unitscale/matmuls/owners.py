@@ -35,8 +35,7 @@ from lightning_unitscale.matmuls.torch_internals import (
     graph_task,
 )
 
-# Sessions that are open, by identity.
-OPEN: dict[int, weakref.ref[MatmulSession]] = {}
+OPEN: dict[int, weakref.ref[MatmulSession]] = {}  # sessions that are open, by identity
 # Undoes their changes to torch; closed with the last session.
 INSTALLED = ExitStack()
 _MAX_LATEST = 2**8

@@ -44,8 +44,7 @@ from lightning_unitscale.scales.violations import percent
 # An operand is reported at the first share, and once more at the second.
 _MAX_SHARES = (0.1, MAX_FLUSHED)
 _OF_NORMAL = 3
-# So few elements are not reported, since one is a large share of a small tensor.
-_FEW = 2
+_FEW = 2  # so few elements are not reported, since one is a large share of a small tensor
 # The largest of a block of normal numbers.
 _OF_BLOCK = 2.5
 _Format = NumberFormat | BlockFormat

@@ -45,8 +45,7 @@ from lightning_unitscale.matmuls.torch_internals import (
 from lightning_unitscale.matmuls.units import Units
 from lightning_unitscale.patching import Shadow, StandIn
 
-# Sessions that have begun a step.
-_met: weakref.WeakSet[MatmulSession] = weakref.WeakSet()
+_met: weakref.WeakSet[MatmulSession] = weakref.WeakSet()  # sessions that have begun a step
 
 
 class SessionRewriter:

@@ -67,8 +67,7 @@ _RECOMPUTATIONS = [
     if isinstance(code, CodeType) and code.co_name == "recompute_fn"
 ]
 RECOMPUTATIONS = frozenset(map(id, (*_RECOMPUTATIONS, _REENTRANT)))
-# Name of the function that triggers a checkpoint's recomputation.
-UNPACK = "unpack_hook"
+UNPACK = "unpack_hook"  # name of the function that triggers a checkpoint's recomputation
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 # Base of the nodes of autograd functions that are written in Python.

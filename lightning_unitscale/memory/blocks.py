@@ -18,8 +18,7 @@ _LEAST_OPERATIONS = 4
 # Fields that are equal for the nodes of structurally identical blocks.
 _ALIKE = ("kind", "num_bytes", "workspace_bytes", "flops", "region", "can_save", "can_recompute",
           "in_forward")  # fmt: skip
-# Small blocks are joined to their successors until there are fewer.
-_MAX_BLOCKS = 100
+_MAX_BLOCKS = 100  # small blocks are joined to their successors until there are fewer
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from lightning_unitscale.memory.operator_bytes import (
     turned_bytes,
 )
 
-# oneDNN groups as many channels as an AVX-512 register has floats.
-_CHANNEL_BLOCK = 16
+_CHANNEL_BLOCK = 16  # oneDNN groups as many channels as an AVX-512 register has floats
 # Up to this many channels are read from the plain layout.
 _PLAIN_CHANNELS = 3
 _SCRATCH_ALIGNMENT = 128
@@ -234,8 +233,7 @@ def _wide_backward(args: Sequence[Any], result: Any) -> int:
 
 
 _REDUCED_TILES_BYTES = 258 * 1024
-# Keys that the CPU's attention kernel takes at a time.
-_KEY_BLOCK = 512
+_KEY_BLOCK = 512  # keys that the CPU's attention kernel takes at a time
 
 
 def cpu_workspace_bytes(function: Any, args: Sequence[Any], result: Any) -> int:

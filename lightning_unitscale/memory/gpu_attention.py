@@ -23,8 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH_DEPTH = 256
 _CUDNN_DEPTH = 128
 _CUDNN_ALIGNMENT = 8
-# The flash kernel's inputs are padded to a multiple of this.
-_FLASH_ALIGNMENT = 8
+_FLASH_ALIGNMENT = 8  # the flash kernel's inputs are padded to a multiple of this
 # Rows of a mask are padded to a multiple of this for the memory-efficient kernel.
 _MASK_ALIGNMENT = 16
 # Bits that a tensor core reads at once. The memory-efficient kernel's heads are aligned to them.

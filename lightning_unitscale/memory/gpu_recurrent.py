@@ -27,8 +27,7 @@ from lightning_unitscale.capture.fake_device import run_operator
 from lightning_unitscale.memory.operator_bytes import bytes_of, copy_of
 
 aten = torch.ops.aten
-# cuDNN's numbers of the kinds of layers, cudnnRNNMode_t.
-_RELU, _TANH, _LSTM, _GRU = range(4)
+_RELU, _TANH, _LSTM, _GRU = range(4)  # cuDNN's numbers of the kinds of layers, cudnnRNNMode_t
 # Saved vectors for each position of a layer: gates, and an LSTM's cell state.
 _SAVED = {_RELU: 1, _TANH: 1, _LSTM: 5, _GRU: 4}
 

@@ -31,10 +31,8 @@ MAX_IN_FLIGHT = 16
 # may wait for it. The last one is waited for at once. The second numbers limit copies in flight:
 # with one, values that would queue for the link stay on the device.
 _HASTES = ((1.0, MAX_IN_FLIGHT), (1.0, 1), (2.0, MAX_IN_FLIGHT), (2.0, 1), (1e9, MAX_IN_FLIGHT))
-# Numbers of values that are tried, as shares of all bytes that can be moved.
-_NUM_SHARES = 12
-# A smaller share of all bytes that can be moved is not worth a copy.
-_LEAST_SHARE = 1 / 4096
+_NUM_SHARES = 12  # numbers of values that are tried, as shares of all bytes that can be moved
+_LEAST_SHARE = 1 / 4096  # a smaller share of all bytes that can be moved is not worth a copy
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
 from lightning_unitscale.capture.breaks import num_graph_breaks
 from lightning_unitscale.capture.captured_copy import capture, own_copy
 from lightning_unitscale.capture.dynamo_capture import (
-    compile_function,
     forget_captures,
     frame_being_captured,
 )
@@ -141,7 +141,7 @@ def _planner(
 
     # All such functions share one code object, which Dynamo gives up on after a few captures.
     forget_captures(step)
-    outputs = compile_function(step, aot_backend(partitioner))(*args, **kwargs)
+    outputs = torch.compile(step, backend=aot_backend(partitioner))(*args, **kwargs)
     if len(plans) != 1:
         trains = any(tensor.requires_grad for tensor in tensors_in(outputs))
         reason = "it breaks into several graphs" if trains else "nothing in it requires a gradient"

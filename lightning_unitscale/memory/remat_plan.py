@@ -20,8 +20,7 @@ from lightning_unitscale.memory.problem import Floats, Ints, Mask, NodeRegion, R
 from lightning_unitscale.memory.profile_report import format_bytes, new_figure
 from lightning_unitscale.memory.schedule import BackwardOrder, PlanTimeline
 
-# Increased whenever the same problem may get another plan.
-PLANNER_VERSION = 4
+PLANNER_VERSION = 4  # increased whenever the same problem may get another plan
 
 
 @dataclass(frozen=True)

@@ -278,8 +278,7 @@ def peak_of(events: Iterable[Event]) -> int:
     return top
 
 
-# CUDA's caching allocator hands out multiples of this.
-BLOCK_BYTES = 512
+BLOCK_BYTES = 512  # CUDA's caching allocator hands out multiples of this
 
 
 def allocated_bytes(num_bytes: int, device: str) -> int:

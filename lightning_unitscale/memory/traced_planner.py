@@ -212,21 +212,15 @@ def loss_of(output: Any, module: nn.Module) -> Tensor:
 
 def at_batch(low: RematProblem, high: RematProblem, sizes: tuple[int, int], size: int) -> Any:
     """Return the joint graph at another batch size, interpolated between two, or ``None``."""
-    # This is possible only if both graphs have the same operators.
-    if len(low) != len(high):
+
+    def operators(problem: RematProblem) -> list[Any]:
+        return [(node.kind, node.inputs, node.base, node.owner) for node in problem.nodes]
+
+    if operators(low) != operators(high):
         return None
     share = (size - sizes[0]) / (sizes[1] - sizes[0])
-    nodes = []
-    for first, second in zip(low.nodes, high.nodes, strict=True):
-        if (first.kind, first.inputs, first.base, first.owner) != (
-            second.kind,
-            second.inputs,
-            second.base,
-            second.owner,
-        ):
-            return None
-        nodes.append(_between(first, second, share))
-    return replace(low, nodes=tuple(nodes))
+    pairs = zip(low.nodes, high.nodes, strict=True)
+    return replace(low, nodes=tuple(_between(first, second, share) for first, second in pairs))
 
 
 def _between(first: RematNode, second: RematNode, share: float) -> RematNode:

@@ -26,8 +26,7 @@ from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.search import Allowed, CutCandidate, choose_cuts, thinned
 from lightning_unitscale.profiler import GraphProfile, MetaInfoProp, NodeCosts
 
-# Limit on the compared cuts: the search keeps a number for each pair of them.
-_MOST_CUTS = 1000
+_MOST_CUTS = 1000  # limit on the compared cuts: the search keeps a number for each pair of them
 
 
 def balanced_split(

@@ -49,10 +49,8 @@ from lightning_unitscale.pipeline.rank_metrics import SharedMetrics
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
 _RETURNABLE = (Tensor, int, float, bool, str, type(None), tuple, list)
-# The log methods of a LightningModule.
-LOGS = ("log", "log_dict")
-# Positional and keyword arguments of one call.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+LOGS = ("log", "log_dict")  # the log methods of a LightningModule
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of one call
 
 
 def capture_program(

@@ -21,8 +21,7 @@ from lightning_unitscale.pipeline.torch_engine import BreadthFirst, EngineStage
 
 # Returns the loss of a microbatch, given its index and the outputs of the last stage.
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
-# Functions that replace stages, by stage index.
-Replaced = Mapping[int, Callable[..., Any]]
+Replaced = Mapping[int, Callable[..., Any]]  # functions that replace stages, by stage index
 
 
 class PipelineRunner:

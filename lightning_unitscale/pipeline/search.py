@@ -20,8 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-# Two sums may differ by this fraction in their last bits.
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # two sums may differ by this fraction in their last bits
 
 # For several stages per rank: sweeps over the cuts, and starting points.
 _SWEEPS = 50
@@ -33,8 +32,7 @@ _MOVED = 0.6
 # For each stage, whether it may extend from one end (row) to another (column).
 Allowed = Sequence[NDArray[np.bool_]]
 _Costs = NDArray[np.float64]
-# The seconds of the slowest rank, then the inequality of the ranks.
-_Key = tuple[float, float]
+_Key = tuple[float, float]  # the seconds of the slowest rank, then the inequality of the ranks
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from lightning_unitscale.pipeline.cuts import SplitPolicy
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import named_tensors
 
-# Stages of a tensor, by its name.
-_Stages = dict[str, frozenset[int]]
+_Stages = dict[str, frozenset[int]]  # stages of a tensor, by its name
 
 
 class Ownership:

@@ -41,8 +41,7 @@ from lightning_unitscale.matmuls.torch_internals import Kernel
 
 # Buckets of a sketch. Its error is about sqrt(2 / buckets), 2 %.
 _BUCKETS = 2**12
-# Errors and tangents are kept in this type, since only their size matters.
-_KEPT = torch.bfloat16
+_KEPT = torch.bfloat16  # errors and tangents are kept in this type, since only their size matters
 Key = tuple[str, Computation]  # the name of a matmul, and one of its computations
 Numbers = dict[Any, Tensor]  # numbers that are still on their device
 

@@ -147,10 +147,8 @@ class MeasuredStep:
             yield
 
 
-# Directions whose tangents are in memory at the same time.
-_DIRECTIONS_AT_ONCE = 4
-# Pairs from which lasting parts are estimated.
-FEWEST_PAIRS = 4
+_DIRECTIONS_AT_ONCE = 4  # directions whose tangents are in memory at the same time
+FEWEST_PAIRS = 4  # pairs from which lasting parts are estimated
 # Every pair of this number is at the step's own place of a moving grid, for its second order there.
 _PAIRS_PER_STEPS_OWN = 4
 # Places of a moving grid that errors of the gradient are averaged over. On a single one, errors of

@@ -37,8 +37,7 @@ from lightning_unitscale.rules.unit_weights import prepared_like
 Joint = Callable[[float], float]
 # Maximum attempts, since the first run of a step may change what the next one runs.
 _MAX_ATTEMPTS = 3
-# Limit on the ratio of graph runs of a scaled step to those of the unscaled step.
-_MANY_TIMES = 8
+_MANY_TIMES = 8  # limit on the ratio of graph runs of a scaled step to those of the unscaled step
 # The names under which Dynamo captures reading a tensor's numbers, without underscores at its ends.
 _NUMBERS = ("get_data_attr", "detach", "data")
 

@@ -48,10 +48,8 @@ from lightning_unitscale.rules.propagate import TRUSTED, Measure, Scales
 from lightning_unitscale.rules.residuals import branch_weights
 from lightning_unitscale.rules.roles import Structure, multiplies_gradients, weight_of
 
-# First word of the reason of a decision on an attention.
-ATTENTION = "attention"
-# A factor nearer to 1 than this is not worth an operation.
-_NEGLIGIBLE = 1.1
+ATTENTION = "attention"  # first word of the reason of a decision on an attention
+_NEGLIGIBLE = 1.1  # a factor nearer to 1 than this is not worth an operation
 
 
 class Decider:

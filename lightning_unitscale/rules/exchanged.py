@@ -20,8 +20,7 @@ from lightning_unitscale.rules.learning_rates import ParameterInfo
 from lightning_unitscale.rules.plan import ParameterPlan, RulePlan
 from lightning_unitscale.rules.unit_weights import is_at_unit_scale, set_to_unit_scale
 
-# Attribute of a module for its PlannedParameters.
-PARAMETERS_ATTRIBUTE = "_unit_scale_parameters"
+PARAMETERS_ATTRIBUTE = "_unit_scale_parameters"  # attribute of a module for its PlannedParameters
 
 
 class _Structure:

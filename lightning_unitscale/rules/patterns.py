@@ -46,8 +46,7 @@ _ELEMENTWISE = frozenset(
      "erf", "erfc", "sin", "cos", "tan", "atan", "arctan", "sinh", "cosh", "asinh", "sign", "clamp",
      "clip", "clamp_min", "clamp_max", "sinc", "positive"}
 )  # fmt: skip
-# More arithmetic than this between two matmuls is not an activation.
-_MAX_OPERATIONS = 64
+_MAX_OPERATIONS = 64  # more arithmetic than this between two matmuls is not an activation
 
 
 def times_number(flow: Flow, node: fx.Node) -> tuple[fx.Node, float] | None:
@@ -270,8 +269,7 @@ def _as_function(flow: Flow, root: fx.Node, nodes: list[fx.Node]) -> Elementwise
 _LOWERED = "lower_version_count_by_1"
 _SAME = DATA_WRITES | {"detach", "get_data_attr", _LOWERED, "neg", "negative", "copy"}
 _SUMS = ADDS | SUBTRACTS | {"rsub"}
-# In place, on a list of tensors.
-_FOREACH = "foreach_"
+_FOREACH = "foreach_"  # in place, on a list of tensors
 
 
 @dataclass(frozen=True)

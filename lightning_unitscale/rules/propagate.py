@@ -31,8 +31,7 @@ from lightning_unitscale.rules.plan import Decision, OnUnknown, Origin, Paramete
 
 # The RMS of a tensor in the step, or None if it is not measured.
 Measure = Callable[[fx.Node], float | None]
-# A measured RMS replaces a predicted one that is off by more.
-TRUSTED = 1.5
+TRUSTED = 1.5  # a measured RMS replaces a predicted one that is off by more
 # Masked logits are not a scale.
 _LARGEST = 1e30
 _SUMS = ADDS | SUBTRACTS | {"rsub"}

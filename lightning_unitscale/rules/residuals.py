@@ -26,8 +26,7 @@ from lightning_unitscale.rules.flow import (
 )
 from lightning_unitscale.rules.patterns import is_logits, logit_factor, times_number
 
-# Number of adds from one skip within which branches may be parallel.
-_MAX_PARALLEL = 8
+_MAX_PARALLEL = 8  # number of adds from one skip within which branches may be parallel
 
 
 @dataclass(frozen=True)

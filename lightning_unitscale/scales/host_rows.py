@@ -38,8 +38,7 @@ _EXACT_PART: Final = 2**16
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
 # Elements per norm: torch adds up the squares of a part one after the other.
 _NORM_LENGTH: Final = 512
-# Elements of a buffer for samples, which stays in the second level of cache.
-_BUFFER: Final = 2**16
+_BUFFER: Final = 2**16  # elements of a buffer for samples, which stays in the second level of cache
 # The moments of tensors up to this size are computed together, not one by one.
 _SMALL: Final = 2**12
 _FIELDS: Final = 256  # number of values of FP32's exponent bits
@@ -48,8 +47,7 @@ _MANTISSA_BITS: Final = 23
 _NORMAL: Final = 2.0**-126  # the smallest normal number of FP32
 _MOST: Final = 2.0**120  # sums below it do not leave FP32
 _COLUMN: Final = {name: index for index, name in enumerate((*MOMENT_COLUMNS, "sampled"))}
-# Sum, sum of squares and largest magnitude.
-_Moments: TypeAlias = tuple[float, float, float]
+_Moments: TypeAlias = tuple[float, float, float]  # sum, sum of squares and largest magnitude
 
 
 def host_row(tensor: Tensor, layout: RowLayout) -> Tensor:

@@ -39,8 +39,7 @@ from lightning_unitscale.tensorboard.schema import PLUGIN_NAME, Series
 
 # TensorBoard keeps 100 points of an unknown series by default, too few for a heat map.
 SAMPLES: Final = 2000
-# The reader has already thinned the series.
-_NO_DOWNSAMPLING: Final = 1 << 30
+_NO_DOWNSAMPLING: Final = 1 << 30  # the reader has already thinned the series
 # Number of fraction histories in memory: two runs, forward and backward.
 _RECENT: Final = 4
 _STATIC: Final = Path(__file__).parent / "static"

@@ -23,8 +23,7 @@ from lightning_unitscale.tensorboard.divergence import find_divergence
 from lightning_unitscale.tensorboard.history import FractionHistory, RunScales, ScaleHistory
 from lightning_unitscale.tensorboard.schema import ExponentCounts
 
-# The formats whose ranges the dashboard shows.
-SHOWN_FORMATS = (FP16, BF16, E4M3FN, E5M2)
+SHOWN_FORMATS = (FP16, BF16, E4M3FN, E5M2)  # the formats whose ranges the dashboard shows
 _FORMAT_FIELDS = ("name", "smallest_normal", "flush_threshold", "subnormal_threshold",
                   "overflow_threshold")  # fmt: skip
 

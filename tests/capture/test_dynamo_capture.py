@@ -38,7 +38,7 @@ def _capture(module: nn.Module, *inputs: Any) -> CapturedGraph:
         graphs.append(capture.describe(graph_module, example_inputs, module))
         return graph_module.forward
 
-    capture.compile_function(module, backend)(*inputs)
+    torch.compile(module, backend=backend)(*inputs)
     (graph,) = graphs
     return graph
 
@@ -102,7 +102,7 @@ def test_executors_run_a_graph_as_it_is(executor: executors.Executor) -> None:
         copied = copy_graph_module(graph_module)
         return executors.execute_with(executor, copied, example_inputs)
 
-    compiled = capture.compile_function(network, backend)
+    compiled = torch.compile(network, backend=backend)
     got = run(compiled, x, 2)
     assert_same_bits(got["output"], expected["output"])
     assert_same_bits(got["inputs"], expected["inputs"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.dynamo_capture import compile_function
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, StepPeaks
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.remat import aot_backend
@@ -35,7 +34,7 @@ class _Step:
         def block(module: nn.Module, x: Tensor) -> Tensor:
             return module(x)
 
-        self.block: Callable[..., Tensor] = compile_function(block, aot_backend(partitioner))
+        self.block: Callable[..., Tensor] = torch.compile(block, backend=aot_backend(partitioner))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         self.blocks.zero_grad()
