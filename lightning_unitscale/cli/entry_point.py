@@ -71,7 +71,7 @@ def summarize(args: Sequence[str]) -> None:
         description="Summarize a run that a ScaleMonitor logged to TensorBoard, one line each: "
         "violations, trends, the worst tensors, coverage, and the first NaN or infinity.",
     )
-    parser.add_argument("logdir", metavar="LOGDIR", help="folder of a run, with its event files")
+    parser.add_argument("logdir", metavar="RUN_DIR", help="folder of a run, with its event files")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
     with parser.reading():

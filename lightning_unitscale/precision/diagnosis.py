@@ -1,6 +1,6 @@
 """Summarize a run: violations, trends, worst tensors, coverage, and the first NaN.
 
-``lightning-unitscale diagnose LOGDIR`` reads it from event files. ``ScaleMonitor`` writes it to
+``lightning-unitscale diagnose RUN_DIR`` reads it from event files. ``ScaleMonitor`` writes it to
 other loggers at the end of a training.
 """
 
