@@ -74,7 +74,8 @@ class CapturedGraph:
         roots: dict[str, str] = {}
         for graph_input in self.inputs:
             keys = _KEY.findall(graph_input.source)
-            local = ".".join(keys[1:])
+            # ``__dict__['_modules']``, by which a class with ``__getattr__`` is read, is no name.
+            local = ".".join(key for key in keys[1:] if key not in _CONTAINERS)
             if (
                 graph_input.fqn
                 and local
@@ -98,6 +99,7 @@ class CapturedGraph:
 
 
 _KEY = re.compile(r"\['([^']+)'\]")
+_CONTAINERS = frozenset({"_modules", "_parameters", "_buffers"})
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

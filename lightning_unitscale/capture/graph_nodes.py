@@ -34,6 +34,8 @@ Path = tuple[int | str, ...]  # position of an argument: ``(0,)``, ``("weight",)
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
+# Parts of Dynamo's paths that name no module. It reads ``__dict__`` if a class has ``__getattr__``.
+_NO_NAMES = frozenset({"", "_modules", "__self__", "__dict__"})
 
 
 def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
@@ -44,7 +46,7 @@ def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
     path = str(next(reversed(stack.values()))[0])
     prefix = next((fqn for variable, fqn in (roots or {}).items() if path.startswith(variable)), "")
     path = f"{prefix}." + _INDEX.sub(r".\1", _ROOT.sub("", path))
-    return ".".join(part for part in path.split(".") if part not in {"", "_modules", "__self__"})
+    return ".".join(part for part in path.split(".") if part not in _NO_NAMES)
 
 
 def line_of(node: fx.Node) -> tuple[str, str] | None:

@@ -20,6 +20,7 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
 )
 from lightning_unitscale.capture.module_steps import ModuleSteps
+from lightning_unitscale.pipeline.captured_program import CalledSteps
 from tests.helpers import captured
 
 
@@ -85,6 +86,32 @@ def test_a_module_whose_forward_is_torchs_own_and_odd_attribute_names() -> None:
     sequential = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     names = _names(captured(sequential.forward, torch.ones(1, 2)))
     assert {"0.linear", "1.relu"} <= set(names)
+
+
+class Forwarding(nn.Module):
+    """A wrapper that forwards unknown attributes, as those of PEFT do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_modules_with_a_getattr_of_their_own() -> None:
+    inner = Forwarding(nn.Sequential(nn.Linear(2, 2)))
+    assert "inner.0.linear" in _names(captured(inner, torch.ones(1, 2)))
+    # As the module that a step calls, which a pipeline captures by itself.
+    steps = CalledSteps(nn.ModuleDict({"net": Forwarding(inner)}), ("net.forward",))
+    call = steps.steps["net.forward"].graph_call(torch.ones(1, 2))
+    assert "net.inner.inner.0.linear" in _names(call.graph.base)
 
 
 def _all_names(steps: ModuleSteps) -> list[list[str]]:
