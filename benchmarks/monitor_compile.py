@@ -37,7 +37,7 @@ def first_step(variant: str) -> dict[str, float | str]:
     module = torch.compile(DemoLoss())
     if variant != "plain":
         module, captured = captured_forward(DemoLoss(), "monitor", probes)
-        captured.owner.use_executor("inductor")
+        captured.owner.executor = "inductor"
         # Without the variant that is not sampled.
         captured.owner.observe("monitor", True, always=True)
     step = training_step(module, demo_batch())

@@ -51,7 +51,7 @@ def probed(module: nn.Module) -> tuple[nn.Module, Callable[[], None], ScaleProbe
     """The module with probes, what has the next step sampled, and the probes."""
     probes = ScaleProbes(RowLayout(), lambda node: not is_whole_view(node))
     monitored, captured = captured_forward(module, "monitor", probes)
-    captured.owner.use_executor("eager")
+    captured.owner.executor = "eager"
     return monitored, lambda: captured.owner.observe("monitor", True), probes
 
 

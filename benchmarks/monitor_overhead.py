@@ -42,7 +42,7 @@ def probed_step(
     """One compiled training step with what ``ScaleMonitor`` does around it, sampled or not."""
     probes = ScaleProbes(RowLayout(), lambda node: not is_whole_view(node))
     monitored, captured = captured_forward(module, "monitor", probes)
-    captured.owner.use_executor("inductor")
+    captured.owner.executor = "inductor"
     experiment = None if folder is None else SummaryWriter(folder)
     writer = None if experiment is None else ScaleWriter(experiment)
     step = training_step(monitored, batch)

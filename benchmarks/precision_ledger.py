@@ -111,7 +111,7 @@ def train(
     schedule = RecalibrationSchedule("auto" if recalibrates else None)
     losses = []
     for index in steps:
-        if schedule.looks_at(index):
+        if schedule.measures_at(index):
             take_new_units(module, batches(index))
         optimizer.zero_grad()
         loss = module(*batches(index))
