@@ -54,6 +54,7 @@ MAY_NOT_IMPORT_TORCH = (
     "scales/alerts.py",
     "scales/layout.py",
     "tensorboard/__init__.py",
+    "tensorboard/chance.py",
     "tensorboard/divergence.py",
     "tensorboard/history.py",
     "tensorboard/plugin.py",

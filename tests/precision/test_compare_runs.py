@@ -1,6 +1,7 @@
 """Two recorded runs: where they diverge, and that equal runs do not."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -48,9 +49,31 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x), classes)
 
 
-def train(folder, *, fault=None, apart=0.0, simulate=None, every=1, steps=6, autocast=False):
+class Images(nn.Module):
+    """Convolutions whose biases have no effect, with ReLUs that the smallest change turns over."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        channels = (1, 16, 16, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(a, b, 3), nn.BatchNorm1d(b), nn.ReLU())
+            for a, b in pairwise(channels)
+        )
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x, classes):
+        x = x[:, None]
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x.mean(-1)), classes)
+
+
+def train(
+    folder, *, fault=None, apart=0.0, simulate=None, every=1, steps=6, autocast=False, make=Net
+):
     """Train a net with a fault from a step on, and return the folder of its event file."""
-    net, data = Net(), torch.Generator().manual_seed(1)
+    net, data = make(), torch.Generator().manual_seed(1)
     for parameter in net.parameters() if apart else ():
         parameter.data += apart * torch.randn(parameter.shape, generator=data)
     data.manual_seed(2)
@@ -143,6 +166,28 @@ def test_a_stale_unit_is_found(plain, tmp_path):
 def test_runs_of_equal_meaning_do_not_part(plain, tmp_path, options):
     found = compare_runs(plain, train(tmp_path, **options))
     assert not found.diverged, found.text
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("images"), make=Images)
+
+
+@pytest.mark.parametrize("options", [{"apart": 1e-6}, {"autocast": True}])
+def test_gradients_of_kinks_and_biases_without_effect_are_chance(images, tmp_path, options):
+    found = compare_runs(images, train(tmp_path, make=Images, **options))
+    assert not found.diverged, found.text
+
+
+def test_a_fault_among_kinks_is_found(images, tmp_path):
+    def fault(net, _):
+        net.layers[1][0].register_forward_hook(lambda *call: scaled(call[2]))
+
+    def scaled(result):
+        result.register_hook(lambda gradient: gradient * 2)
+
+    found = compare_runs(images, train(tmp_path, make=Images, fault=fault, autocast=True))
+    assert (found.step, found.module, found.direction) == (FAULT_STEP, "layers.1.0", "backward")
 
 
 def test_other_sampled_steps(plain, tmp_path):
