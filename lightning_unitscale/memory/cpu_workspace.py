@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unitscale.functional.rules import tuple_of
 from lightning_unitscale.memory import avx2_convolution
 from lightning_unitscale.memory.operator_bytes import (
     by_operator,
@@ -64,11 +65,9 @@ def convolution_backward_workspace(args: Sequence[Any], result: Any) -> int:
 
 def _with_every_option(args: Sequence[Any], first: int, num_dims: int) -> list[Any]:
     """Repeat options that have one number for all dimensions, such as ``padding="valid"`` makes."""
+    spatial = {first, first + 1, first + 2, first + 4}  # all but whether it is transposed
     return [
-        list(value) * num_dims
-        if at >= first and isinstance(value, (list, tuple)) and len(value) == 1
-        else value
-        for at, value in enumerate(args)
+        tuple_of(value, num_dims, 0) if at in spatial else value for at, value in enumerate(args)
     ]
 
 

@@ -44,7 +44,6 @@ _OF_SHAPE: Final = 9.2
 # A relative error of e in the values turns over a share of e of the elements of a kinked function.
 # That is a relative error of sqrt(e) in its gradient. After an optimizer's step e is that of the
 # parameters, since Adam divides each gradient by its size.
-_OF_KINKS: Final = 1.0
 _MOVED: Final = 3e-3
 # The same for what a tensor has moved since the last sample.
 _OF_DRIFT: Final = 1.4
@@ -173,7 +172,8 @@ def _of_kinks(pair: RunPair, history: PairHistory, direction: Direction) -> Doub
             depth[k] = max(depth[k], depth[r] + is_kinked)
     errors = np.full(len(history.steps), max(_spacing(history), _LEAST_SPACING))
     errors[1:] = np.maximum(errors[1:], _MOVED)
-    return _OF_KINKS * np.sqrt(errors[:, None] * depth)
+    kinks: Doubles = np.sqrt(errors[:, None] * depth)
+    return kinks
 
 
 @dataclass(frozen=True, eq=False)
