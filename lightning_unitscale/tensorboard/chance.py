@@ -99,10 +99,12 @@ def _sums(pair: RunPair, history: PairHistory) -> Doubles:
     for k, each in enumerate(pair.pairs):
         if not (each.is_source and pair.readers[k]) or each.is_operand:
             continue
-        reader = next((r for r in pair.readers[k] if pair.pairs[r].is_matmul), pair.readers[k][0])
-        terms = history.numel[reader] / history.numel[k]
+        matmuls = [r for r in pair.readers[k] if pair.pairs[r].is_matmul]
+        readers = matmuls or list(pair.readers[k])
+        terms = history.numel[readers[0]] / history.numel[k]
         if terms > 1:
-            sums[:, :, k] = history.log2_rms[:, :, reader] + math.log2(terms) / 2
+            arriving = history.log2_rms[:, :, readers].max(axis=2)
+            sums[:, :, k] = arriving + math.log2(terms) / 2
     return sums
 
 
