@@ -137,7 +137,7 @@ class ScaleAlerts:
         if _NONFINITE in self._told:
             return  # its origin is known
         if bad is not None:
-            text = "is NaN or infinite; the step was not sampled, so the next one is"
+            text = "NaN or infinite (this step was not sampled, the next one is)"
             self.bad_losses = [ScaleAlert("loss", bad, "loss", "", "forward", text)]
 
     def judge(

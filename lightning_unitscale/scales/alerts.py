@@ -53,7 +53,7 @@ class ScaleAlert:
         tensor: Name of the tensor.
         module: Path of the module that computes it.
         direction: ``"forward"`` for the value, ``"backward"`` for its gradient.
-        text: The problem, as the end of a sentence about the tensor.
+        text: The problem, without the name of the tensor.
         format: Name of the number format, empty for NaN and infinities.
         value: The fraction of the elements; for ``"nonfinite"`` their number; for ``"trend"`` the
             number of steps that are left.
@@ -79,8 +79,7 @@ class ScaleAlert:
 
     def __str__(self) -> str:
         what = "gradient of " if self.direction == "backward" else ""
-        where = f"op {self.op}" + (f" of module {self.module}" if self.module else "")
-        text = f"step {self.step}: {what}{self.tensor} ({where}, {self.direction}) {self.text}"
+        text = f"step {self.step}: {what}{self.tensor}: {self.text}"
         if self.inputs:
             shown = ", ".join(map(str, self.inputs[:_MOST_INPUTS]))
             more = len(self.inputs) - _MOST_INPUTS

@@ -100,8 +100,8 @@ class AmaxTrends:
                 continue
             left = max(math.ceil(left), 1)
             text = (
-                f"has a largest magnitude of 2^{value:.1f} that doubles every "
-                f"{1 / rate:.3g} steps: it leaves {item.name} in about {left} steps"
+                f"its largest magnitude, 2^{value:.1f}, doubles every {1 / rate:.3g} steps and "
+                f"leaves {item.name} in about {left} steps"
             )
             alerts.append(
                 makers[index // len(snapshot)].alert(

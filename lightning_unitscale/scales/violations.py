@@ -278,10 +278,11 @@ def _nonfinite_alert(
     numel = int(snapshot.column("numel", direction)[index])
     parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infs:,} infinite"] * bool(infs)
     found = " and ".join(parts)
-    text = f"contains {found} of {numel:,} elements, the first of the step in graph order"
+    text = f"{found} among {numel:,} elements, the first of the step"
     others = values + gradients - 1
     if others:
-        text += f" ({others} more {'tensors' if others > 1 else 'tensor'} or gradients after it)"
+        named = "tensors or gradients" if others > 1 else "tensor or gradient"
+        text += f" ({others} more {named} with NaN or infinities)"
     maker = AlertMaker(snapshot, direction)
     return maker.alert(index, "nonfinite", text, value=float(nans + infs), threshold=0.0)
 

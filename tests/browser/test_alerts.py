@@ -39,7 +39,7 @@ def runs(tmp_path_factory):
     ("run", "tensor", "kind", "text"),
     [
         ("overflow", "blocks.1.up.weight", "overflow", "of the elements overflow E4M3FN"),
-        ("nan", "blocks.1.down.bias", "NaN or inf", "contains 1 NaN of 16 elements"),
+        ("nan", "blocks.1.down.bias", "NaN or inf", "1 NaN among 16 elements"),
     ],
 )
 def test_an_alert_leads_to_the_tensor_and_the_step(page, runs, run, tensor, kind, text):

@@ -197,7 +197,7 @@ def test_a_violation(on_violation: Any) -> None:
             with pytest.raises(ScaleViolation):
                 train(model, optimizer, [(x * torch.inf, y)])
             return
-        with pytest.warns(UserWarning, match=r"contains \d+ NaN|contains \d+ infinite"):
+        with pytest.warns(UserWarning, match=r"\d+ NaN|\d+ infinite"):
             train(model, optimizer, [(x * torch.inf, y)])
         assert attachment.should_stop
 

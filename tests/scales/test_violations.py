@@ -60,7 +60,7 @@ def test_a_nan_is_counted_and_its_inputs_are_named():
     inputs = ((), ("m.a",), ("m.b", "m.a"))
     one = of([[4.0, -8.0], [0.0], [NAN, NAN, INF, 1.0]], [[NAN], [1.0], [2.0]], inputs=inputs)
     alert = first_nonfinite(one)
-    assert alert.value == 3 and "2 NaN and 1 infinite of 4 elements" in alert.text
+    assert alert.value == 3 and "2 NaN and 1 infinite among 4 elements" in alert.text
     assert "(1 more tensor or gradient" in alert.text
     zero, plain = alert.inputs
     assert (zero.tensor, zero.log2_rms) == ("m.b", -INF) and str(zero) == "m.b (zero)"
