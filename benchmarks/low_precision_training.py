@@ -541,7 +541,7 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
     shown |= {"dynamic, powers of two": (0, (1, 3)), "lossless, moving grid": (0, (8, 1))}
     shown["followed, moving grid"] = (0, (12, 1))
     # The reference in black, over the others: it lies below some of them.
-    colours: dict[str, Any] = {METHODS[0].matmuls: "black"}
+    colors: dict[str, Any] = {METHODS[0].matmuls: "black"}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
     for method in METHODS:
         if method.name not in curves:
@@ -549,11 +549,11 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
         losses = torch.tensor(curves[method.name])
         width = max(1, len(losses) // 20)
         smooth = losses.unfold(0, width, 1).mean(1)
-        colour = colours.setdefault(method.matmuls, f"C{len(colours)}")
+        color = colors.setdefault(method.matmuls, f"C{len(colors)}")
         steps = range(width, width + len(smooth))
         style = shown[method.scaling]
         layer = 3 if method is METHODS[0] else 2
-        axes.plot(steps, smooth, ls=style, color=colour, label=method.name, lw=1.3, zorder=layer)
+        axes.plot(steps, smooth, ls=style, color=color, label=method.name, lw=1.3, zorder=layer)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per byte")
     axes.set_title(setting, fontsize=9)

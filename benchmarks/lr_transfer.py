@@ -4,7 +4,7 @@ The demo's GPT on the demo's text, trained for a short while at rates a factor o
 to 256 at depth 4 and depths 2 to 8 at width 64, in the standard parametrization and under
 ``UnitScaleCallback("u-mup")``, the output layer with a weight of its own. The grid moves in whole
 octaves, so the table also gives the vertex of the parabola through the best rate and its two
-neighbours. Every run is kept in the JSON file and not repeated. Muon's rates are in
+neighbors. Every run is kept in the JSON file and not repeated. Muon's rates are in
 ``muon_transfer.py``.
 
     python benchmarks/lr_transfer.py                # what is missing, then the table and the plot

@@ -49,7 +49,7 @@ def _numbers(format: NumberFormat) -> Tensor:
     return torch.cat([numbers, 2 * numbers[-1:] - numbers[-2:-1]])
 
 
-def _neighbourhood(points: Tensor) -> Tensor:
+def _neighborhood(points: Tensor) -> Tensor:
     """FP32 points with the FP32 numbers on both sides of each, of both signs."""
     points = points.float()
     below = torch.nextafter(points, torch.tensor(-math.inf))
@@ -59,11 +59,11 @@ def _neighbourhood(points: Tensor) -> Tensor:
 
 
 def _interesting(format: NumberFormat) -> Tensor:
-    """Numbers, midpoints and their neighbours; zeros, NaN, infinities, the ends of FP32."""
+    """Numbers, midpoints and their neighbors; zeros, NaN, infinities, the ends of FP32."""
     numbers = _numbers(format)
     midpoints = (numbers[1:] + numbers[:-1]) / 2
     special = torch.tensor([0.0, math.inf, math.nan, 2.0**-149, FP32.max])
-    return torch.cat([_neighbourhood(torch.cat([numbers, midpoints])), special, -special])
+    return torch.cat([_neighborhood(torch.cat([numbers, midpoints])), special, -special])
 
 
 def _round_exactly(value: float, format: NumberFormat) -> float:
@@ -90,7 +90,7 @@ def test_every_code_of_a_format_is_kept(format: NumberFormat, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("format", [E4M3FN, E5M2, FP16], ids=str)
-def test_numbers_midpoints_and_their_neighbours_are_cast(
+def test_numbers_midpoints_and_their_neighbors_are_cast(
     format: NumberFormat, dtype: torch.dtype
 ) -> None:
     values = _interesting(format).to(dtype)
@@ -182,7 +182,7 @@ def test_stochastic_rounding_of_different_numbers_is_unbiased() -> None:
     values = torch.randn(10**6)
     error = quantize(values, "E4M3FN", "stochastic").double() - values.double()
     assert error.mean().abs() < 4 * error.std() / 1e3
-    # Neighbours in memory are rounded independently of each other, and so are calls.
+    # Neighbors in memory are rounded independently of each other, and so are calls.
     assert torch.corrcoef(torch.stack([error[1:], error[:-1]]))[0, 1].abs() < 4e-3
     other = quantize(values, "E4M3FN", "stochastic").double() - values.double()
     same = torch.full((10**6,), 1.3125)
@@ -192,7 +192,7 @@ def test_stochastic_rounding_of_different_numbers_is_unbiased() -> None:
 
 
 @pytest.mark.parametrize("format", ["E4M3FN", "BF16"])
-def test_stochastic_rounding_gives_a_neighbour_and_keeps_numbers(format: str) -> None:
+def test_stochastic_rounding_gives_a_neighbor_and_keeps_numbers(format: str) -> None:
     numbers = quantize(torch.randn(10**4), format)
     assert same_bits(quantize(numbers, format, "stochastic"), numbers)
     values = torch.randn(10**4)

@@ -1,4 +1,4 @@
-"""Small modules that between them hold every form of matmul and its usual neighbours.
+"""Small modules that between them hold every form of matmul and its usual neighbors.
 
 Each entry makes a module and the inputs of one step. Weights and inputs are far from RMS 1 on
 purpose, so that a unit that is lost or applied twice shows.

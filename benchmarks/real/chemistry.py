@@ -95,7 +95,7 @@ def schnetpack_painn() -> Made:
         from schnetpack import properties as keys
 
         molecule = torch.arange(24) // 6
-        first, second = _neighbours(molecule)
+        first, second = _neighbors(molecule)
         return {
             keys.Z: torch.randint(1, 9, (24,)),
             keys.R: torch.randn(24, 3) * 1.5,
@@ -140,7 +140,7 @@ def mace() -> Made:
 
     def batch() -> dict[str, Tensor]:
         molecule = torch.arange(24) // 6
-        edges = torch.stack(_neighbours(molecule))
+        edges = torch.stack(_neighbors(molecule))
         return {
             "positions": torch.randn(24, 3) * 1.5,
             "node_attrs": F.one_hot(torch.randint(3, (24,)), 3).float(),
@@ -165,7 +165,7 @@ def mace() -> Made:
     return Loss(model.float(), loss), loader(batch)
 
 
-def _neighbours(molecule: Tensor) -> tuple[Tensor, Tensor]:
+def _neighbors(molecule: Tensor) -> tuple[Tensor, Tensor]:
     """Both ends of all pairs of atoms within a molecule."""
     is_pair = (molecule[:, None] == molecule[None]) & ~torch.eye(len(molecule), dtype=torch.bool)
     first, second = is_pair.nonzero().unbind(1)

@@ -67,7 +67,7 @@ def test_an_alert_leads_to_the_tensor_and_the_step(page, runs, run, tensor, kind
 
 
 def flag_color(page, row, column, below=2):
-    """The colour at the upper left of a cell, on the canvas of the marks."""
+    """The color at the upper left of a cell, on the canvas of the marks."""
     rect = page.app(f"app.heatMap.cellRect(0, {row}, {column})")
     x, y = round(rect["left"]) + 2, round(rect["top"]) + below
     context = "document.querySelector('.heat-marks').getContext('2d')"

@@ -39,7 +39,7 @@ def rgb(color):
 
 
 def expected_color(value, limit):
-    """The colour of log2 RMS in the light theme."""
+    """The color of log2 RMS in the light theme."""
     if np.isnan(value):
         return None
     if np.isinf(value):
@@ -56,7 +56,7 @@ def assert_cells(page, panel, snapshots, direction, stored, limit=8, names=NAMES
             *color, opacity = page.pixel(panel, row, column)
             expected = expected_color(values[one.names.index(name)], limit)
             assert opacity == 255
-            # 512 colours between two ends that are at most 255 apart.
+            # 512 colors between two ends that are at most 255 apart.
             np.testing.assert_allclose(color, expected, atol=2.5, err_msg=f"{name} at {column}")
 
 
@@ -69,7 +69,7 @@ def test_palettes_are_the_same_everywhere():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("stored", [False, True], ids=["meant", "stored"])
-def test_cells_are_coloured_as_the_data_says(dashboard, direction, stored):
+def test_cells_are_colored_as_the_data_says(dashboard, direction, stored):
     show(dashboard, run="scaled", direction=direction, stored=stored, limit=8)
     snapshots = [unit_scaled(snapshot(step)) for step in STEPS]
     assert_cells(dashboard, 0, snapshots, direction, stored)
@@ -252,7 +252,7 @@ def test_a_tooltip_reads_the_cell_out(dashboard):
 
 
 @pytest.mark.parametrize(("direction", "first"), [("forward", 1), ("backward", 3)])
-def test_the_first_nan_is_named_and_coloured(page, tmp_path, direction, first):
+def test_the_first_nan_is_named_and_colored(page, tmp_path, direction, first):
     later = with_nan(snapshot(20), 0, 4)
     write(tmp_path / "run", [snapshot(0), with_nan(snapshot(10), 1, 3), later])
     with page.served(tmp_path) as url:

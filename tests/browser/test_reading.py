@@ -153,7 +153,7 @@ def test_a_report_shows_that_there_is_more_below(page, logdir, tmp_path):
     assert page.browser.evaluate(f"{top} < innerHeight")
 
 
-def test_numbers_of_the_graph_have_the_colour_of_text(page, logdir, tmp_path):
+def test_numbers_of_the_graph_have_the_color_of_text(page, logdir, tmp_path):
     report = write_report([logdir / "baseline"], tmp_path / "report")
     for scheme in ("light", "dark"):
         page.open(report.page.as_uri(), scheme=scheme)

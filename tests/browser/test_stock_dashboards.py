@@ -94,7 +94,7 @@ def test_a_node_of_the_graph_shows_its_scales(graphs):
     assert keys["Device"] == "RMS near 2^0"
 
 
-def test_color_by_device_colours_by_scale(graphs):
+def test_color_by_device_colors_by_scale(graphs):
     do(graphs, "dblclick", shape("head"))
     graphs.wait(f"{shape('head/linear')} !== undefined")
     fill = f"getComputedStyle({shape('head/linear')}).fill"

@@ -73,14 +73,14 @@ class Classifier(pl.LightningModule):
         return self.configure(self)
 
 
-def labelled(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def labeled(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Eight numbers at RMS 1, and which of the first five is largest."""
     x = torch.randn(8, generator=generator)
     return x, x[:5].argmax()
 
 
 def loader(length: int = 32, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
-    return loader_of(length, batch_size, labelled, **options)
+    return loader_of(length, batch_size, labeled, **options)
 
 
 def trainer_with(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:

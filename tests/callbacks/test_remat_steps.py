@@ -147,30 +147,30 @@ class _Queue(_Step):
         return loss
 
 
-class _Centre(_Step):
+class _Center(_Step):
     """A step whose center moves before its backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("centre", torch.ones(8))
+        self.register_buffer("center", torch.ones(8))
 
     def training_step(self, batch, batch_idx):
-        return (self(batch) * self.centre.exp()).square().mean()
+        return (self(batch) * self.center.exp()).square().mean()
 
     def on_before_zero_grad(self, optimizer):
-        self.centre.data.mul_(0.5)
+        self.center.data.mul_(0.5)
 
 
-class _List(_Centre):
-    """The centre is neither a buffer nor an attribute of its own."""
+class _List(_Center):
+    """The center is neither a buffer nor an attribute of its own."""
 
     def training_step(self, batch, batch_idx):
-        self.held = {"centre": [self.centre.clone()]} if batch_idx == 0 else self.held
+        self.held = {"center": [self.center.clone()]} if batch_idx == 0 else self.held
         torch._dynamo.graph_break()
-        return (self(batch) * self.held["centre"][0].exp()).square().mean()
+        return (self(batch) * self.held["center"][0].exp()).square().mean()
 
     def on_before_zero_grad(self, optimizer):
-        self.held["centre"][0].data.mul_(0.5)
+        self.held["center"][0].data.mul_(0.5)
 
 
 class _Residual(_Step):
@@ -186,7 +186,7 @@ class _Residual(_Step):
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("step", [_Queue, _Centre, _List, _Residual])
+@pytest.mark.parametrize("step", [_Queue, _Center, _List, _Residual])
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
 def test_what_is_written_before_the_backward_pass_is_not_computed_again(
     step: type[_Step],

@@ -99,17 +99,17 @@ def test_sparse_gradients_in_a_plan(by_hand: bool) -> None:
 
 
 class Graph(Regression):
-    """Averages over neighbours by a sparse matrix, between layers that are modules of their own."""
+    """Averages over neighbors by a sparse matrix, between layers that are modules of their own."""
 
     def __init__(self) -> None:
         super().__init__(momentum, norm=False, dropout=0.0)
         self.layers = nn.ModuleList(Hidden(6) for _ in range(2))
-        neighbours = (torch.eye(4) / 2).roll(1, 0).to_sparse()
-        self.register_buffer("neighbours", neighbours, persistent=False)
+        neighbors = (torch.eye(4) / 2).roll(1, 0).to_sparse()
+        self.register_buffer("neighbors", neighbors, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + torch.sparse.mm(self.neighbours, layer(x))
+            x = x + torch.sparse.mm(self.neighbors, layer(x))
         return super().forward(x)
 
 

@@ -102,7 +102,7 @@ def test_a_plan_would_change_its_meaning(kind: type[Checkpointed]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, NoRandomNumbers, ReentrantWithGradient])
-def test_a_plan_honours_it(kind: type[Checkpointed]) -> None:
+def test_a_plan_honors_it(kind: type[Checkpointed]) -> None:
     expected, callback = run(kind), RematCallback("min_cut")
     found = run(kind, [callback])
     assert callback.reports

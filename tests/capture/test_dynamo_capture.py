@@ -85,7 +85,7 @@ def test_a_copy_may_be_rewritten_without_touching_dynamos_graph() -> None:
         assert getattr(old, "_dynamo_source", None) is getattr(new, "_dynamo_source", None)
 
 
-def test_compiled_modules_are_recognised() -> None:
+def test_compiled_modules_are_recognized() -> None:
     module = nn.Linear(2, 2)
     assert not capture.is_compiled(module)
     assert capture.is_compiled(torch.compile(module))

@@ -38,7 +38,7 @@ REFUSED = {
 }
 _UNTIL_2_13 = {
     "control_flow-exceptions_are_caught": "must have same reduction dim",
-    "neighbours-a_layer_that_fails_and_goes_on": "must have same reduction dim",
+    "neighbors-a_layer_that_fails_and_goes_on": "must have same reduction dim",
     "subclasses-a_named_batch_is_written": _IN_FORWARD or "Source must be None",
 }
 if not IS_TORCH_2_14:
@@ -49,8 +49,8 @@ ODD = {
     *_UNTIL_2_13,
     "autograd-inference_tensors_are_cloned",
     "functorch-functionalized",
-    "neighbours-a_scripted_block",
-    "neighbours-a_traced_block",
+    "neighbors-a_scripted_block",
+    "neighbors-a_traced_block",
     "subclasses-a_wrapped_batch_and_plain_layers",
     "types-nested_rows",
 }

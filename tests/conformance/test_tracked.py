@@ -21,7 +21,7 @@ METHODS = ("track_scales", "units, tracked", "tracked, in units")
 _TINY = "elements of a gradient below 1e-37 may differ by a subnormal number"
 # Of a copy, and of units as the example has them.
 DIFFERENT = {
-    "neighbours-an_exported_block": "its copy lacks attributes",
+    "neighbors-an_exported_block": "its copy lacks attributes",
     "autograd-parameter_hooks": "a hook of the copy notes what it sees in the original",
 }
 DIFFERENT_IN_UNITS = {

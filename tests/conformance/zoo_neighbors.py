@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conformance.cases import Zoo, linear, noise, rows
 
-zoo = Zoo("neighbours")
+zoo = Zoo("neighbors")
 CASES = zoo.cases
 
 

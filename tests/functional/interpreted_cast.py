@@ -82,7 +82,7 @@ def test_any_matrix(matrix, factor, is_tensor, dtype, wants):
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS.values(), ids=str)
-def test_every_code_every_midpoint_and_their_neighbours(dtype):
+def test_every_code_every_midpoint_and_their_neighbors(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     codes = codes[codes.isfinite()].sort().values
     middles = (codes[1:] + codes[:-1]) / 2

@@ -62,7 +62,7 @@ def planner() -> Planner:
 
 
 @pytest.mark.slow
-def test_repeated_blocks_are_found_and_recognised(planner: Planner) -> None:
+def test_repeated_blocks_are_found_and_recognized(planner: Planner) -> None:
     blocks = find_blocks(planner.problem)
     assert len(blocks) >= 12
     assert blocks.classes[4:8] == blocks.classes[6:10]

@@ -93,10 +93,10 @@ def test_text_is_escaped() -> None:
     assert Table(text).rows[1] == ["<script>&\"'", "input", "<b>", "", "", "", ""]
 
 
-def test_colours_follow_the_scale() -> None:
-    for scales, colour in (((1.5, 16.0, 2e4, math.inf), "214"), ((0.7, 1e-3, 1e-5, 0.0), "52")):
+def test_colors_follow_the_scale() -> None:
+    for scales, color in (((1.5, 16.0, 2e4, math.inf), "214"), ((0.7, 1e-3, 1e-5, 0.0), "52")):
         styles = [row(ScalesGraph(), scale)[3] for scale in scales]
-        assert all(f"rgba({colour}," in style for style in styles)
+        assert all(f"rgba({color}," in style for style in styles)
         strengths = [opacity(style) for style in styles]
         assert strengths == sorted(strengths)
         assert 0.0 <= strengths[0] < 0.1 and strengths[-1] == 0.5

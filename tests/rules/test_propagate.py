@@ -65,7 +65,7 @@ def test_what_is_not_homogeneous_is_predicted_at_the_scale_of_its_input(number: 
 
     _, factor = _between(function, on_unknown="keep")
     channels = torch.randn(100_000, W, generator=torch.Generator().manual_seed(3))
-    # The rule takes the mean square of the neighbours for 1, and not for a random number.
+    # The rule takes the mean square of the neighbors for 1, and not for a random number.
     assert 1 / factor == pytest.approx(float(function(channels).square().mean().sqrt()), rel=0.2)
 
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*captured again in:UserWarning"
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", SMALL)
-def test_every_matmul_and_its_neighbours(name: str) -> None:
+def test_every_matmul_and_its_neighbors(name: str) -> None:
     module, inputs = SMALL[name]()
     scaled = unit_scale(module)
     before = [tensor.detach().clone() for tensor in inputs]

@@ -100,7 +100,7 @@ def assert_row(row, expected, layout):
 
 
 def boundary_values():
-    """Every threshold of every format and its FP32 neighbours, of both signs."""
+    """Every threshold of every format and its FP32 neighbors, of both signs."""
     values = [0.0, -0.0, 2.0**-149, 2.0**-126, 3.4028234663852886e38, math.inf, -math.inf, math.nan]
     for item in LAYOUT.formats:
         values += [item.max, item.smallest_normal, item.smallest_subnormal]
@@ -316,7 +316,7 @@ def test_strides_of_samples(numel, row_length):
         assert np.abs(places - np.arange(number) / number).max() < 0.01
 
 
-def test_samples_of_neighbours_that_are_alike(row_of):
+def test_samples_of_neighbors_that_are_alike(row_of):
     # Runs of 64 equal elements at random scales.
     scales = torch.randint(-12, 0, (8192, 1), generator=torch.Generator().manual_seed(2))
     tensor = torch.exp2(scales.float()).expand(-1, 64).contiguous()
