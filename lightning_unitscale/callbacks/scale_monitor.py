@@ -214,7 +214,7 @@ class ScaleMonitor(StepsCallback):
                 f"compare: path={str(path)!r}: this run has written nothing to TensorBoard. "
                 "Expected a TensorBoardLogger, and a sampled step on the rank that writes. Add one."
             )
-        return compare_runs(writer.written_folder(), path)
+        return compare_runs(writer.written_folder(), path, ("this run", "path"))
 
     def _write(self, method: str, write: Callable[..., None], path: str | Path) -> None:
         if not self.snapshots:

@@ -58,7 +58,7 @@ def compare(args: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
     with parser.reading():
-        found = compare_runs(options.run_a, options.run_b)
+        found = compare_runs(options.run_a, options.run_b, ("RUN_A", "RUN_B"))
     print(json.dumps(found.to_json(), allow_nan=False) if options.json else found.text)
     if found.diverged:
         raise SystemExit(EXIT_DIVERGED)
@@ -75,7 +75,7 @@ def summarize(args: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
     with parser.reading():
-        run = read_run(options.logdir)
+        run = read_run(options.logdir, "RUN_DIR")
         found = diagnose(LastStep(run), run.alerts(), run.coverage())
     print(json.dumps(found.to_json(), allow_nan=False) if options.json else found)
 

@@ -61,6 +61,7 @@ _LOG2_ZERO: Final = -14.0
 # A sum of n rounded terms has an error of sqrt(n) roundings.
 _CANCELED: Final = 4.0
 _LEAST_SPACING: Final = 1e-6
+_OF_HIDDEN: Final = 3.0  # log2
 _MOST_CANCELED: Final = 4.0  # log2
 
 
@@ -84,10 +85,11 @@ def floors_of(pair: RunPair, history: PairHistory, direction: Direction) -> Doub
         states = np.array([each.is_state for each in pair.pairs])
         return np.broadcast_to(np.where(states, _LOG2_ZERO, -np.inf), shape)
     spacing = max(_spacing(history), _LEAST_SPACING)
+    # Compiled code hides what reads a bias.
+    is_hidden = np.array([not readers for readers in pair.readers])
     is_bias = [any(pair.pairs[r].is_matmul for r in readers) for readers in pair.readers]
-    return np.where(
-        is_bias, _sums(pair, history).max(axis=0) + math.log2(_CANCELED * spacing), -np.inf
-    )
+    zero = math.log2(_CANCELED * spacing) + _OF_HIDDEN * is_hidden
+    return np.where(is_bias | is_hidden, _sums(pair, history).max(axis=0) + zero, -np.inf)
 
 
 def _sums(pair: RunPair, history: PairHistory) -> Doubles:
@@ -97,7 +99,13 @@ def _sums(pair: RunPair, history: PairHistory) -> Doubles:
     """
     sums = np.full(history.log2_rms.shape, -np.inf)
     for k, each in enumerate(pair.pairs):
-        if not (each.is_source and pair.readers[k]) or each.is_operand:
+        if not each.is_source or each.is_operand:
+            continue
+        if not pair.readers[k]:
+            # The gradient of the weight is about as large as a bias gradient without cancellation.
+            own = [j for j, other in enumerate(pair.pairs) if other.module == each.module]
+            if history.numel[k] < history.numel[own].max():
+                sums[:, :, k] = history.log2_rms[:, :, own].max(axis=2)
             continue
         matmuls = [r for r in pair.readers[k] if pair.pairs[r].is_matmul]
         readers = matmuls or list(pair.readers[k])
@@ -161,6 +169,7 @@ def judge(
         excess[:, is_noise & states] = 0.0
     # Twice: the floor itself is a rough estimate.
     excess = np.where((history.log2_rms < floors + 1).all(axis=0) & ~states, 0.0, excess)
+    excess = np.where(history.is_lone, np.inf, excess)
     return Judged(history, np.nan_to_num(excess, nan=0.0, posinf=np.inf), chance)
 
 

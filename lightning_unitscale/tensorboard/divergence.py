@@ -51,7 +51,9 @@ class Divergence:
         return fields | {"inherited": list(self.inherited)}
 
 
-def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
+def compare_runs(
+    run_a: str | Path, run_b: str | Path, arguments: tuple[str, str] = ("run_a", "run_b")
+) -> Divergence:
     """Find the first step, tensor and direction in which two runs differ by more than chance.
 
     The runs may have other precisions, devices and parallel layouts, but sample the same steps.
@@ -59,6 +61,7 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
     Args:
         run_a: Folder with the event files of a run that had a ``ScaleMonitor``.
         run_b: Folder of the other run.
+        arguments: Names of both in errors.
 
     Returns:
         The finding. ``text`` is a report in a few lines.
@@ -67,7 +70,8 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
         FileNotFoundError: If a folder has no event files.
         ValueError: If a run has no scales, or the runs share no tensor or no sampled step.
     """
-    return find_divergence(read_run(run_a), read_run(run_b))
+    a, b = map(read_run, (run_a, run_b), arguments)
+    return find_divergence(a, b)
 
 
 def find_divergence(a: RunScales, b: RunScales) -> Divergence:
@@ -200,11 +204,12 @@ def _lines(pair: RunPair, one: Judged, row: int, result: Divergence, k: int) -> 
     gradient = "gradient of " if direction == "backward" else ""
     where = f" (module {result.module})" if result.module else ""
     yield f"The runs diverge at step {result.step}, {direction}: {gradient}{result.tensor}{where}"
+    values = one.history.log2_rms[:, row, k].tolist()
     a, b = (
-        "no finite element" if value is None else f"2^{value:.4g}"
-        for value in result.log2_rms or ()
+        "none" if math.isnan(value) else "0" if value == -math.inf else f"2^{value:.4g}"
+        for value in values
     )
-    yield f"  RMS {a} and {b}, {one.excess[row, k]:.3g} times what chance explains"
+    yield f"  RMS {a} and {b}, {_why(one, row, k)}"
     read = _read(pair, direction, k)
     after = pair.readers[k] if direction == "forward" else pair.inputs[k]
     for title, positions in (("computed from", read), ("read by", after)):
@@ -214,3 +219,13 @@ def _lines(pair: RunPair, one: Judged, row: int, result: Divergence, k: int) -> 
                 for j in positions[:8]
             )
             yield f"  {gradient and 'gradients: '}{title} {states}"
+
+
+def _why(one: Judged, row: int, k: int) -> str:
+    """Return by how much a tensor is off."""
+    bad = one.history.nonfinite[:, row, k].tolist()
+    if one.history.is_lone[row, k]:
+        return "only one run has it"
+    if bad[0] != bad[1]:
+        return f"only the {'first' if bad[0] else 'second'} run has NaN or infinite elements"
+    return f"{one.excess[row, k]:.3g} times what chance explains"

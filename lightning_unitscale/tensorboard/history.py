@@ -313,16 +313,16 @@ def block_of(module: str) -> str:
 EVENT_FILES = "*tfevents*"
 
 
-def read_run(directory: str | Path) -> RunScales:
-    """Read the scales in the event files of a folder."""
+def read_run(directory: str | Path, argument: str = "directory") -> RunScales:
+    """Read the scales in the event files of a folder, which the user gave as an argument."""
     folder = Path(directory)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"directory={str(folder)!r}: no such folder. Expected the folder of a run, such as "
+            f"{argument}={str(folder)!r}: no such folder. Expected the folder of a run, such as "
             "logs/gpt/version_0. Correct the path."
         )
     if not any(path.is_file() for path in folder.glob(EVENT_FILES)):
-        raise FileNotFoundError(f"directory={str(folder)!r}: no event files here. {_hint(folder)}")
+        raise FileNotFoundError(f"{argument}={str(folder)!r}: no event files here. {_hint(folder)}")
     events = EventAccumulator(str(folder), {TENSORS: 0}, purge_orphaned_data=False).Reload()
     try:
         tags = events.PluginTagToContent(PLUGIN_NAME)
@@ -338,7 +338,7 @@ def read_run(directory: str | Path) -> RunScales:
     run = RunScales(tags, read)
     if not run.directions:
         raise ValueError(
-            f"directory={str(folder)!r}: its event files have no scales. Expected a run whose "
+            f"{argument}={str(folder)!r}: its event files have no scales. Expected a run whose "
             "Trainer had a ScaleMonitor among its callbacks. Add one and train again."
         )
     return run

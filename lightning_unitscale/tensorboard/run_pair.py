@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,9 +17,12 @@ import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
 from lightning_unitscale.tensorboard.history import RunScales, merge_orders
+from lightning_unitscale.tensorboard.lone_parameters import lone_parameters
 from lightning_unitscale.tensorboard.schema import ExponentCounts
 
 Doubles = npt.NDArray[np.float64]
+# The inputs of every tensor, by step.
+Graphs = Mapping[int, Mapping[str, tuple[str, ...]]]
 # Tensors with fewer elements have no shape of a histogram.
 _FEWEST_ELEMENTS: Final = 16
 _MOST_STAND_INS: Final = 4
@@ -65,6 +68,8 @@ class PairHistory:
     is_of_parts: npt.NDArray[np.bool_]
     # Spacing of the numbers near 1 in the coarsest format; NaN if a run has not recorded it.
     spacing: float
+    # Whether only one run has it, although both have what reads it, (T, P).
+    is_lone: npt.NDArray[np.bool_]
 
 
 class RunPair:
@@ -79,6 +84,7 @@ class RunPair:
                 "have the same names. Give other runs."
             )
         self._about = [_facts(run) for run in self.runs]
+        self._lone = lone_parameters(self.runs)
         self.pairs = self._pairs()
         place = [{pair.names[side]: k for k, pair in enumerate(self.pairs)} for side in (0, 1)]
         read = [
@@ -111,17 +117,19 @@ class RunPair:
         for side, (run, history) in enumerate(zip(self.runs, histories, strict=True)):
             rows = np.searchsorted(history.steps, steps)
             own = {name: k for k, name in enumerate(run.names)}
-            columns = [own[pair.names[side]] for pair in self.pairs]
+            # One run may lack a parameter.
+            columns = [own.get(pair.names[side], len(own)) for pair in self.pairs]
             unit = history.log2_unit[rows]
             largest = run.at(steps, direction, "log2_amax", math.nan) + unit
             arrays = history.log2_rms[rows] + unit, largest, history.nonfinite[rows]
-            taken.append([array[:, columns] for array in arrays])
-            sizes.append(run.largest(direction, "numel")[columns])
-            spacings.append(np.fmax.reduce(run.largest(direction, "spacing")[columns]))
+            taken.append([_with_absent(array)[:, columns] for array in arrays])
+            sizes.append(_with_absent(run.largest(direction, "numel"))[columns])
+            spacings.append(np.fmax.reduce(run.largest(direction, "spacing")))
         rms, amax, bad = (
             np.stack(arrays).astype(np.float64) for arrays in zip(*taken, strict=True)
         )
         graphs = [run.inputs_at(direction) for run in self.runs]
+        is_lone = self._is_lone(direction, steps, graphs, ~np.isnan(rms) | (bad > 0))
         for k, pair in enumerate(self.pairs):
             for row, step in enumerate(steps.tolist() if pair.reader else ()):
                 # One takes the other's place only while the graphs differ there.
@@ -149,7 +157,32 @@ class RunPair:
             np.where(numel > 0, numel, _USUAL_NUMEL),
             is_of_parts,
             coarsest,
+            is_lone,
         )
+
+    def _is_lone(
+        self,
+        direction: Direction,
+        steps: npt.NDArray[np.int64],
+        graphs: Sequence[Graphs],
+        is_there: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.bool_]:
+        """Return which values or gradients only one run has where both could, ``(T, P)``."""
+        is_lone = np.zeros(is_there.shape[1:], dtype=bool)
+        reached = is_there[0] & is_there[1]
+        for k in reversed(range(len(self.pairs))):
+            if self.pairs[k].reader:
+                reached[:, k] |= reached[:, list(self.readers[k])].any(axis=1)
+        for row, step in enumerate(steps.tolist()):
+            a, b = (graph[step] for graph in graphs)
+            for k, pair in enumerate(self.pairs):
+                if direction == "forward":
+                    is_lone[row, k] = pair.name in self._lone.get(step, ())
+                elif not pair.reader and is_there[0, row, k] != is_there[1, row, k]:
+                    # The gradient has arrived behind the tensor in both runs.
+                    read = bool(reached[row, list(self.readers[k])].any())
+                    is_lone[row, k] = read and pair.name in a and pair.name in b
+        return is_lone
 
     def rewired(self, k: int) -> tuple[int, str]:
         """Return the pair that reads another tensor in either run, and the module that decides so.
@@ -234,7 +267,9 @@ class RunPair:
 
     def _pairs(self) -> tuple[TensorPair, ...]:
         names = [set(run.names) for run in self.runs]
-        found = {(name, name): "" for name in self.runs[0].names if name in names[1]}
+        lone = set().union(*self._lone.values())
+        shared = (names[0] & names[1]) | lone
+        found = {(name, name): "" for name in self._order if name in shared}
         for name, _ in list(found):
             read = [run.inputs.get(name, ()) for run in self.runs]
             left = [[each for each in read[side] if each not in read[1 - side]] for side in (0, 1)]
@@ -260,9 +295,20 @@ class RunPair:
     def _pair(self, names: tuple[str, str], reader: str, latest: Sequence[set[str]]) -> TensorPair:
         a, b = names
         name = b if b not in latest[0] else a
-        facts = self._about[int(name == b)][name]
+        # The files of a compiled run do not show what reads a tensor.
+        facts = [own[name] for own in self._about if name in own]
+        is_source, is_operand, is_matmul = (any(own[k] for own in facts) for k in (1, 2, 3))
         both = a in latest[1] and b in latest[0]
-        return TensorPair(names, name, *facts, reader, bool(reader) and both)
+        return TensorPair(
+            names,
+            name,
+            facts[-1][0],
+            is_source,
+            is_operand,
+            is_matmul,
+            reader,
+            bool(reader) and both,
+        )
 
 
 def _shares_above(
@@ -289,6 +335,11 @@ def _farthest(
     counts = np.arange(NUM_EXPONENTS - 1) < NUM_EXPONENTS - 1 - first[:, None]
     largest: npt.NDArray[np.float32] = farther.max(axis=1, where=counts, initial=0.0)
     return largest
+
+
+def _with_absent(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the values with those of a tensor that is absent, as the last column."""
+    return np.insert(values.astype(np.float64), values.shape[-1], math.nan, axis=-1)
 
 
 def _facts(run: RunScales) -> dict[str, tuple[str, bool, bool, bool]]:

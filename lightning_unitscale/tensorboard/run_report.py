@@ -61,7 +61,7 @@ def write_report(
     run_directories: Sequence[str | Path], output: str | Path, *, full: bool = False
 ) -> Report:
     """Write a report of one or several runs."""
-    runs = {name: read_run(path) for name, path in _names(run_directories).items()}
+    runs = {name: read_run(path, "RUN_DIR") for name, path in _names(run_directories).items()}
     folder = checked_folder("output", output)
     _remove_pictures(folder)
     last_steps = {name: LastStep(run) for name, run in runs.items()}

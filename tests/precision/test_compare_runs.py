@@ -70,7 +70,17 @@ class Images(nn.Module):
 
 
 def train(
-    folder, *, fault=None, apart=0.0, simulate=None, every=1, steps=6, autocast=False, make=Net
+    folder,
+    *,
+    fault=None,
+    fault_step=FAULT_STEP,
+    apart=0.0,
+    simulate=None,
+    every=1,
+    steps=6,
+    autocast=False,
+    make=Net,
+    exclude=None,
 ):
     """Train a net with a fault from a step on, and return the folder of its event file."""
     net, data = make(), torch.Generator().manual_seed(1)
@@ -79,11 +89,11 @@ def train(
     data.manual_seed(2)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     unit_scale = UnitScaleCallback(simulate=simulate, recalibrate=None) if simulate else None
-    monitor = ScaleMonitor(every_n_steps=every, on_violation=None, tensorboard_tabs="scales")
+    monitor = ScaleMonitor(every, exclude=exclude, on_violation=None, tensorboard_tabs="scales")
     callbacks = [each for each in (unit_scale, monitor) if each is not None]
     with attach(net, optimizer, callbacks=callbacks, log_dir=folder):
         for step in range(steps):
-            if fault is not None and step == FAULT_STEP:
+            if fault is not None and step == fault_step:
                 fault(net, unit_scale)
             x = torch.randn(64, 32, generator=data)
             classes = torch.randint(8, (64,), generator=data)
@@ -152,6 +162,56 @@ def test_a_fault_is_found_in_its_step_and_module(
         assert found.inherited == ()
         assert found.diverged
         assert f"step {FAULT_STEP}, {direction}" in found.text
+
+
+def freeze(net, _):
+    net.layers[1].up.weight.requires_grad_(False)
+
+
+def forget_bias(net, _):
+    net.layers[1].up.bias = None
+
+
+@pytest.mark.parametrize("simulate", [None, "fp8"])
+@pytest.mark.parametrize(
+    ("fault", "tensor", "direction"),
+    [(freeze, "layers.1.up.weight", "backward"), (forget_bias, "layers.1.up.bias", "forward")],
+)
+@pytest.mark.parametrize("step", [0, FAULT_STEP])
+def test_what_only_one_run_has_is_found(plain, tmp_path, fault, tensor, direction, simulate, step):
+    run = train(tmp_path, fault=fault, simulate=simulate, fault_step=step)
+    for found in (compare_runs(plain, run), compare_runs(run, plain)):
+        assert (found.step, found.tensor, found.direction) == (step, tensor, direction)
+        assert found.module == "layers.1.up" and None in found.log2_rms
+        assert "none" in found.text and "only one run has it" in found.text
+
+
+def test_what_one_monitor_leaves_out_is_no_difference(plain, tmp_path):
+    for number, pattern in enumerate(("*.bias", "layers.1.up.*")):
+        run = train(tmp_path / str(number), apart=1e-6, exclude=pattern)
+        assert not compare_runs(plain, run).diverged
+
+
+def test_the_first_layer_may_be_frozen(plain, tmp_path):
+    """Its result has no gradient in one run, and is not shown."""
+
+    def freeze_embedding(net, _):
+        net.emb.requires_grad_(False)
+
+    class Words(Net):
+        def __init__(self):
+            super().__init__()
+            self.emb = nn.Embedding(8, 32)
+
+        def forward(self, x, classes):
+            return super().forward(x + self.emb(classes), classes)
+
+    both = [
+        train(tmp_path / name, make=Words, fault=fault, fault_step=0)
+        for name, fault in (("trained", None), ("frozen", freeze_embedding))
+    ]
+    found = compare_runs(*both)
+    assert (found.step, found.tensor, found.direction) == (0, "emb.weight", "backward")
 
 
 def test_a_stale_unit_is_found(plain, tmp_path):
@@ -241,7 +301,8 @@ def test_errors_have_exit_status_2(plain, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["compare", str(plain), str(tmp_path / "none")])
     assert ended.value.code == 2
-    assert "none': no such folder. Expected" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "compare: RUN_B=" in error and "none': no such folder. Expected" in error
     other = tmp_path / "other"
     layer = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -265,6 +326,8 @@ def test_the_monitor_compares_its_own_run(plain, tmp_path):
         x = torch.randn(64, 32, generator=data)
         net(x, torch.randint(8, (64,), generator=data)).backward()
         optimizer.step()
+    with pytest.raises(FileNotFoundError, match=r"^path='nowhere': no such folder"):
+        monitor.compare("nowhere")
     found = monitor.compare(plain)
     assert (found.step, found.tensor) == (0, "layers.2.up.bias")
 
