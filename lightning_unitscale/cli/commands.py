@@ -25,6 +25,8 @@ from lightning_unitscale.tensorboard import writer
 
 # Values of `--ckpt_path` that are not paths.
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+# Configurations of `fit` may have it.
+IGNORED = "Accepted as by `fit`, but not used."
 EXIT_INTERRUPTED = 130  # the exit status after Ctrl-C
 
 
@@ -44,7 +46,10 @@ class UnitScaleCLI(LightningCLI):
             run=run,
             trainer_defaults={"callbacks": self._record},
             seed_everything_default=1,
-            parser_kwargs={"prog": f"lightning-unitscale {self.command}".strip()},
+            parser_kwargs={
+                "prog": f"lightning-unitscale {self.command}".strip(),
+                "description": (type(self).__doc__ or "").partition("\n")[0],
+            },
             parser_class=OneLineParser,
             # Loggers make a new folder for each run. A user who repeats a folder name or resumes
             # wants to overwrite.
@@ -137,8 +142,8 @@ class ProfileCLI(UnitScaleCLI):
     """Estimate memory and operations of a training step: `profile --config run.yaml`.
 
     The configuration is that of `fit`. Only the trainer's precision, accelerator type, strategy and
-    numbers of devices and nodes count. The devices need not exist here. Nothing is trained, logged
-    or saved.
+    numbers of devices and nodes count. You do not need the devices. Nothing is trained, logged or
+    saved.
     """
 
     command = "profile"
@@ -149,16 +154,18 @@ class ProfileCLI(UnitScaleCLI):
             "--device",
             type=Literal[DEVICE_WORDS] | None,
             help="Device whose kernels are simulated; by default the trainer's accelerator. "
-            "The device need not exist here.",
+            "You do not need the device.",
         )
         parser.add_argument("--sort_by", default="saved_bytes", help="Column to sort nodes by.")
         parser.add_argument("--limit", type=int, default=20, help="Number of nodes to show.")
         parser.add_argument("--json", type=str | None, help="JSON file to write the profile to.")
         parser.add_argument("--plot", type=str | None, help="File to draw the live bytes to.")
         parser.add_argument(
-            "--budget_bytes", type=int | None, help="Also find the largest batch within it."
+            "--budget_bytes",
+            type=int | None,
+            help="Bytes; also find the largest batch within them.",
         )
-        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, and ignored.")
+        parser.add_argument("--ckpt_path", type=str | None, help=IGNORED)
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -257,7 +264,7 @@ class ProfileCLI(UnitScaleCLI):
 
 
 class ExplainPipelineCLI(ProfileCLI):
-    """Plan the stages: `explain-pipeline --config run.yaml --num_stages 4`."""
+    """Estimate the costs of stages: `explain-pipeline --config run.yaml --num_stages 4`."""
 
     command = "explain-pipeline"
 
@@ -271,8 +278,10 @@ class ExplainPipelineCLI(ProfileCLI):
             type=int | None,
             help="Number of equal parts of a batch; by default twice the stages.",
         )
-        parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Cost model.")
-        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, and ignored.")
+        parser.add_argument(
+            "--device", type=Literal["cpu"], default="cpu", help="Device of the cost model."
+        )
+        parser.add_argument("--ckpt_path", type=str | None, help=IGNORED)
 
     @override
     def _check_options(self) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.callbacks.packages import misconfigured
-from lightning_unitscale.cli.commands import ProfileCLI
+from lightning_unitscale.cli.commands import IGNORED, ProfileCLI
 from lightning_unitscale.cli.profiled import ProfiledJob
 from lightning_unitscale.memory.budgets import parse_bytes
 from lightning_unitscale.memory.fitting import Fit, SizedStep, byte_owners, owners_table
@@ -43,7 +43,7 @@ class FitInCLI(ProfileCLI):
 
     The configuration is that of `fit`. The number of samples per optimizer step stays the same. The
     command compares microbatches, budgets for `RematCallback`, precisions and FSDP2 shards. Nothing
-    is trained, logged or saved, and the devices need not exist here.
+    is trained, logged or saved, and you do not need the devices.
     """
 
     command = "fit-in"
@@ -53,31 +53,31 @@ class FitInCLI(ProfileCLI):
         parser.add_argument(
             "--memory",
             type=int | str | None,
-            help="Memory of a device, such as 24GiB; by default that of the named GPU.",
+            help="Memory of a device, such as 24GiB; by default the named GPU's minus 1 GiB.",
         )
         parser.add_argument(
             "--device",
             type=Literal[DEVICE_WORDS] | None,
             help="Device whose kernels are simulated, such as h100; by default the trainer's "
-            "accelerator. It need not exist here.",
+            "accelerator. You do not need the device.",
         )
         parser.add_argument(
             "--batch",
             type=int | None,
-            help="Samples of one step of the optimizer on all devices; by default those of the "
+            help="Samples per optimizer step on all devices; by default those of the "
             "configuration.",
         )
         parser.add_argument(
             "--max_shards",
             type=int,
             default=8,
-            help="Maximum number of ranks to divide the model over.",
+            help="Maximum number of ranks to shard the model over.",
         )
         parser.add_argument("--json", type=str | None, help="JSON file to write the results to.")
         parser.add_argument(
             "--explain", action="store_true", help="Also show what takes the most memory."
         )
-        parser.add_argument("--ckpt_path", type=str | None, help="As in `fit`, and ignored.")
+        parser.add_argument("--ckpt_path", type=str | None, help=IGNORED)
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -76,7 +76,7 @@ def test_the_bands_behind_the_bars_have_a_key(dashboard):
     dashboard.settle("document.querySelector('.chart .bar') !== null")
     assert dashboard.texts(".band-key span") == [
         "normal in E4M3",
-        "subnormal: fewer digits",
+        "subnormal: fewer bits",
         "lost",
     ]
     box = "document.querySelector('.band-key').getBoundingClientRect()"

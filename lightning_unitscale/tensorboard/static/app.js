@@ -283,7 +283,7 @@ export class App {
     const step = data.steps[column].toLocaleString('en');
     const unit = data.unit(column, tensor);
     const texts = [`step ${step}`, scaleText(data.value(column, tensor, this.state.stored))];
-    if (unit) texts.push(`stored in units of ${power(unit)}`);
+    if (unit) texts.push(`unit ${power(unit)}`);
     if (data.operands[tensor]) {
       texts.push(data.direction === 'forward' ? 'read by a matmul' : 'arrives at a matmul');
     }

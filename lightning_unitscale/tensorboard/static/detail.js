@@ -42,7 +42,7 @@ export class Detail {
     this.shiftText = element('output', {});
     this.reset = element(
       'button',
-      { type: 'button', title: 'Back to no shift', onclick: () => this.setShift(0) },
+      { type: 'button', title: 'Shift by 2⁰', onclick: () => this.setShift(0) },
       'Reset',
     );
     this.logBox = element('input', { type: 'checkbox', onchange: () => this.toggleLog() });

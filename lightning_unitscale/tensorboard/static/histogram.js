@@ -85,7 +85,7 @@ export function bandKey(format) {
     'p',
     { class: 'note band-key' },
     entry('normal', `normal in ${shortName(format)}`),
-    entry('subnormal', 'subnormal: fewer digits'),
+    entry('subnormal', 'subnormal: fewer bits'),
     entry('lost', 'lost', 'Rounded to zero on the left, overflow on the right'),
   );
 }
@@ -219,7 +219,7 @@ export function blockTable(runs) {
   const head = element('tr', {}, ...titles.map((title) => element('th', { scope: 'col' }, title)));
   return element(
     'table',
-    { class: 'fractions blocks', title: 'Along the sum of the matmul that reads the tensor. Spread: standard deviation of log2 of the blocks\u2019 largest magnitudes.' },
+    { class: 'fractions blocks', title: 'Blocks lie along the dimension that the matmul sums over. Spread: standard deviation of log2 of the blocks\u2019 largest magnitudes.' },
     element('thead', {}, head),
     element('tbody', {}, ...rows),
   );
@@ -234,7 +234,7 @@ export function summaryLine({ step, value, unit, bad, counts }) {
   const parts = [scaleText(value)];
   if (step !== null) parts.unshift(`step ${step.toLocaleString('en')}`);
   if (bad) parts.push(`${bad.toLocaleString('en')} NaN or infinite`);
-  if (unit) parts.push(`stored in units of ${power(unit)}`);
+  if (unit) parts.push(`unit ${power(unit)}`);
   if (counts && counts.numSampled) {
     const present = counts.counts.reduce((sum, one) => sum + one, 0);
     const rest = 1 - present / counts.numSampled;
