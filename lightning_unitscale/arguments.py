@@ -56,7 +56,7 @@ def check_positive(name: str, value: object, what: str) -> None:
     if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
         raise ValueError(
             f"{name}={shown(value)}: not a number of {what}. Expected a finite number above 0. "
-            "Pass such a number."
+            f"Pass for example {name}=1.0."
         )
 
 

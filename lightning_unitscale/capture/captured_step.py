@@ -313,7 +313,7 @@ class CapturedStep(StepState):
         messages.warn_once(
             self,
             f"{self.title}: called within a torch.func transform, where no graph is captured. "
-            "So this call runs uncaptured, neither rewritten nor observed. Call it outside of one, "
-            "or transform the unscaled module, which computes the same numbers as this call.",
+            "So this call runs uncaptured, neither rewritten nor observed. Call it outside of "
+            "torch.func, or transform the unscaled module, which computes the same numbers.",
         )
         return self.__wrapped__(*args, **kwargs)

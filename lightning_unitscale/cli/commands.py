@@ -69,7 +69,10 @@ class UnitScaleCLI(LightningCLI):
         except OSError:
             is_checkpoint = False
         if not is_checkpoint:
-            raise ValueError(f"ckpt_path={path!r}: no checkpoint. Expected one. Pass another path.")
+            raise ValueError(
+                f"ckpt_path={path!r}: not a checkpoint. Expected a file that Lightning wrote. "
+                "Correct the path."
+            )
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

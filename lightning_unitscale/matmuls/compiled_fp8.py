@@ -52,8 +52,8 @@ _NUM_NUMBERS, _PITCH = 7, 4
 _FIRST_SCALE, _ONE = 3, 6
 
 OUTSIDE = (
-    "A graph with layers in FP8 runs outside of the steps that it was compiled for. Expected a "
-    "call of the module that has units. Call that, or compile the module again."
+    "A compiled graph with FP8 layers runs outside the steps that it was compiled for. Call the "
+    "module that is scaled, or compile the module again."
 )
 
 

@@ -49,7 +49,7 @@ from lightning_unitscale.matmuls.torch_internals import (
 _PASSES = (compiled_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: its finalizer, which close_session or garbage collection calls.
 _sessions: dict[int, weakref.finalize[..., MatmulSession]] = {}
-_ELSEWHERE = "a thread of the user, not of the step"
+_ELSEWHERE = "on a thread that the code of the step started"
 _keys: set[str] = set()  # the dispatch keys whose kernels are overridden
 
 

@@ -241,7 +241,7 @@ class FP8Linears:
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
-        advice = "pass 'E4M3FN' for gradients in units of their own, 'E5M2' for others"
+        advice = "pass 'E4M3FN' for scaled gradients, 'E5M2' for others"
         choices, what = get_args(GradientFormat), "no format of FP8 gradients"
         check_choice("gradient_format", gradient_format, choices, what, advice)
         check_grid(grid)

@@ -182,5 +182,5 @@ def find_schedule(name: str) -> Schedule:
             return schedule
     raise ValueError(
         f"schedule={shown(name)}: unknown. Expected one of {', '.join(SCHEDULES)}. Pass "
-        "'1F1B' if you have no other in mind."
+        "'1F1B' if you are not sure."
     )

@@ -309,9 +309,9 @@ def rate_notes(
     is_adam = family in (Family.SCALE_INVARIANT, Family.BY_ROLE)
     if method == "u-mup" and is_adam and 0 < rate < _SMALL_RATE:
         notes.append(
-            f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the unscaled model. With it this "
-            "one learns slowly. u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "
-            "lr_scaling='match' (that of method='unit-scaling') to keep the unscaled model's."
+            f"lr_scaling='u-mup': lr={rate:g} is far below u-muP's best rates, which are near 1, "
+            "so the model learns slowly. Search from 2**-2 to 2**3, or pass lr_scaling='match' "
+            "(that of method='unit-scaling') to use rates of the unscaled model."
         )
     unknown = sum(param not in infos and param.requires_grad for param in parameters)
     if unknown:

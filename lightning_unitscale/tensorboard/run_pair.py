@@ -81,7 +81,7 @@ class RunPair:
         if not set(a.names) & set(b.names):
             raise ValueError(
                 "run_a, run_b: they share no tensor. Expected two runs of one model, whose modules "
-                "have the same names. Give other runs."
+                "have the same names. Pass two runs of the same model."
             )
         self._about = [_facts(run) for run in self.runs]
         self._lone = lone_parameters(self.runs)
