@@ -132,8 +132,8 @@ class FP8:
         exempt: Computations to keep out of FP8: pairs of a glob and ``"forward"``,
             ``"input_gradient"`` or ``"weight_gradient"``.
         max_damage: With ``exclude="measured"``, the share of the predicted damage that may remain:
-            of the loss's lasting change, and of the gradient's squared error. The report chooses
-            the set with the fewest FLOPs.
+            of the loss's lasting change, and of the gradient's squared error. Computations are left
+            out in the order of their damage per FLOP.
         measured_from: With ``exclude="measured"``, the optimizer step of the first report. Further
             ones follow each time the number of steps has doubled.
 

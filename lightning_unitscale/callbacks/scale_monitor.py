@@ -41,7 +41,7 @@ class ScaleMonitor(StepsCallback):
     """A callback that measures and shows the scale of every tensor and gradient during training.
 
     Every ``every_n_steps`` optimizer steps, the callback watches the training step while it runs,
-    without changing a bit. All other steps cost nothing. If a step runs as a captured graph (rules,
+    without changing a bit. Other steps run without it. If a step runs as a captured graph (rules,
     :class:`RematCallback`, pipelines), the graph contains probes instead. A module that the user
     has compiled is measured at its inputs and outputs. The statistics are logged after the
     optimizer's step. TensorBoard gets all of them. Other loggers get a few numbers, and the names,

@@ -70,10 +70,10 @@ class UnitScaleCallback(StepsCallback):
             ``transforms.unit_scale``). They differ in ``lr_scaling``.
         depth: Only ``"products"``, which scales matmuls.
         recalibrate: ``"auto"`` measures at steps 8, 16, 32, 64 and every 128th, and sets new units
-            if an operand's RMS has left [1/4, 4]. A number sets new units at that interval of
-            optimizer steps. ``None`` never does. New units change no result and cause no
-            recompilation. An operand that is zero at first gets a unit once it is not zero, with
-            any setting.
+            if the scaled RMS of an operand or gradient has left [1/4, 4]. A number sets new units
+            at that interval of optimizer steps. ``None`` never does. New units change no result and
+            cause no recompilation. With any setting, an operand that is zero at first gets a unit
+            once it is not zero.
         replace: Rules only: mapping from functions to replacements, which Dynamo does not trace
             into.
         residual: Rules only: weights of residual branches with attention, and of the others. The
@@ -174,7 +174,7 @@ class UnitScaleCallback(StepsCallback):
 
     @property
     def gauge(self) -> Gauge:
-        """Return the units in force; empty before the first batch."""
+        """Return the units in use; empty before the first batch."""
         return self._matmuls.gauge
 
     @property

@@ -193,13 +193,34 @@ def add(
 
 
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Split a tensor into the input of a residual branch and the skip connection."""
+    """Split a tensor into the input of a residual branch and the skip connection.
+
+    Args:
+        input: A tensor of any shape.
+        tau: Weight of the branch relative to the skip connection, 0 or more.
+
+    Returns:
+        Two views of ``input``. Their gradients get the weights of the branch,
+        ``tau / sqrt(1 + tau**2)``, and of the skip connection, ``1 / sqrt(1 + tau**2)``.
+
+    Raises:
+        ValueError: If ``tau`` is negative or not finite.
+    """
     branch_weight, skip_weight = residual_weights(tau)
     return scale_bwd(input, branch_weight), scale_bwd(input, skip_weight)
 
 
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
-    """Add the output of a residual branch to the skip connection."""
+    """Add the output of a residual branch to the skip connection, with the weights of the split.
+
+    Args:
+        residual: Output of the branch.
+        skip: The skip connection, from :func:`residual_split`.
+        tau: As in :func:`residual_split`.
+
+    Raises:
+        ValueError: If ``tau`` is negative or not finite.
+    """
     branch_weight, skip_weight = residual_weights(tau)
     return scale_fwd(residual, branch_weight) + scale_fwd(skip, skip_weight)
 

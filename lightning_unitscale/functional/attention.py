@@ -130,6 +130,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Return unit-scaled attention with logits ``mult / head_size * query @ key.T``.
 
+    ``scale`` replaces ``1 / head_size``, and ``mult`` is one more positive factor on the logits.
+    ``output_scale`` is a positive factor on the output and the gradients in place of the rule's.
+
     References:
         Blake et al., "u-muP" (arXiv 2407.17465), appendix on attention: 1/head_size in the logits.
         Factors are the moments of a softmax of normal logits.

@@ -65,16 +65,16 @@ def precision_report(
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     **kwargs: Any,
 ) -> PrecisionReport:
-    """Account for what low precision costs in a step, matmul by matmul.
+    """Report what low precision costs in a step, matmul by matmul.
 
     For each matmul and each of its three computations (forward, input gradient, weight gradient),
     the report has the relative error that rounding it adds, the error that its operands arrive with
     when everything is rounded, and the predicted damage of rounding it alone. The damage of a
     forward computation is the change of the step's loss. That of a backward one is the error of the
-    whole gradient, relative to its norm. Operands are rounded in units of a power of two near their
-    RMS, as :class:`UnitScaleCallback` has them. Predictions add up to first order: changes of the
-    loss as numbers, errors of the gradient as independent vectors. ``together`` has the same,
-    measured with all computations rounded at once.
+    whole gradient, relative to its norm. Operands are divided by a power of two near their RMS
+    before they are rounded, as by :class:`UnitScaleCallback`. Predictions add up to first order:
+    changes of the loss as numbers, errors of the gradient as independent vectors. ``together`` has
+    the damage measured with all computations rounded at once.
 
     The step runs several times on the module itself (``cost_steps`` of the report), with the
     same random numbers. Parameters, gradients, buffers, attributes and random states stay as they
@@ -84,7 +84,7 @@ def precision_report(
         module: A module on any device whose step returns a scalar loss. A LightningModule runs its
             ``training_step``, any other module its ``forward``.
         *batch: Positional arguments of the step. A missing ``batch_idx`` is 0.
-        formats: Formats to account for, each with rows of its own: a name, ``"fp8"``, or a pair of
+        formats: Formats to report on, each with rows of its own: a name, ``"fp8"``, or a pair of
             formats, of operands and of gradients.
         method: Name of the method to run.
         loss: Function from the step's output to its loss, if the step does not return it.
@@ -93,7 +93,8 @@ def precision_report(
             error of one prediction is at most ``sqrt(1 / (2 * directions))``. For every 8
             directions (64 on a moving grid), one of the largest errors is measured instead.
         pairs: Pairs of steps over which the loss's second order is averaged. On a moving grid, each
-            has a place of its own, and errors of the gradient are averaged over up to 8 of these.
+            pair has its own position of the grid, and errors of the gradient are averaged over up
+            to 8 positions.
         context: Context of the forward pass, such as an autocast.
         **kwargs: Keyword arguments of the step.
 

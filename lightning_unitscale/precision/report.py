@@ -1,4 +1,4 @@
-"""The gap ledger of a step: what each computation of each matmul costs in a format."""
+"""The precision report of a step: what each computation of each matmul costs in a format."""
 
 from __future__ import annotations
 
@@ -21,22 +21,33 @@ _KINDS = ((True, "Damage: change of the loss"), (False, "Damage: error of the gr
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One computation of one matmul in a format."""
+    """One computation of one matmul in a format: a row of a precision report.
 
-    name: str  # of the matmul
-    module: str  # path of its module
+    Attributes:
+        name: Name of the matmul.
+        module: Path of its module.
+        computation: ``"forward"``, ``"input_gradient"`` or ``"weight_gradient"``.
+        format: Name of the format.
+        added: Relative error of the result if only this computation is rounded.
+        inherited: Relative error that comes from its operands if all computations are rounded.
+        loss_change: The damage of rounding only this computation: the predicted change of the
+            step's loss, or for a gradient the error of the whole gradient relative to its norm.
+            ``None`` for a matmul that no format can reach.
+        lasting: The part of the damage that stays on average over many steps: the second order of
+            the loss and, on a moving grid, the mean of its first order over several positions.
+        flops: Its FLOPs.
+        reason: Why it does not run in the module's own format. ``None`` if it does, or without one.
+    """
+
+    name: str
+    module: str
     computation: Computation
     format: str
-    added: float | None = None  # relative error that rounding its operands adds
-    inherited: float | None = None  # relative error of its operands' product, all others rounded
-    # Predicted change of the step's loss, or error of the whole gradient relative to its norm, if
-    # it alone is rounded. ``None`` for a matmul that no format can reach.
+    added: float | None = None
+    inherited: float | None = None
     loss_change: float | None = None
-    # The part of it that stays on average over many steps: the second order of the loss, and the
-    # mean of its first order over several grids, if the grid moves.
     lasting: float = 0.0
     flops: int = 0
-    # Why it does not run in the module's own format. ``None`` if it does, or without one.
     reason: str | None = None
 
     @property
@@ -56,23 +67,38 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class Together:
-    """The measurement with all computations rounded at once."""
+    """The damage of rounding several computations at once.
+
+    Attributes:
+        loss_change: Change of the step's loss if the forward computations are rounded.
+        gradient_error: Error of the whole gradient relative to its norm, if the backward
+            computations are rounded and the forward ones are not.
+        lasting: Mean change of the loss over positions of a moving grid, if the report had at least
+            four pairs.
+    """
 
     loss_change: float
-    gradient_error: float  # relative; all backward computations rounded, the forward pass not
-    # Mean change of the loss over places of a moving grid, if the report had at least four pairs.
+    gradient_error: float
     lasting: float | None = None
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """The gap ledger of a step."""
+    """What low precision costs in a step: a row for each computation of each matmul.
 
-    loss: float  # of the unrounded step
+    Attributes:
+        loss: Loss of the unrounded step.
+        rows: The rows of all formats.
+        together: For each format, the damage measured with all computations rounded at once.
+        exempt: Computations that were not rounded in these measurements.
+        cost_steps: Time of the report, in steps of the same batch.
+    """
+
+    loss: float
     rows: tuple[LedgerRow, ...]
-    together: dict[str, Together]  # by format
-    exempt: tuple[Exemption, ...]  # computations that were not rounded together
-    cost_steps: float  # what the report cost, in steps of the same batch
+    together: dict[str, Together]
+    exempt: tuple[Exemption, ...]
+    cost_steps: float
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -87,7 +113,7 @@ class PrecisionReport:
     def predicted(
         self, format: str | None = None, exempt: Sequence[Exemption] | None = None
     ) -> Together:
-        """Predict the change of the loss and the error of the gradient with some exempt."""
+        """Predict the damage of rounding all computations of a format but the exempt ones."""
         exemptions = Exemptions(self.exempt if exempt is None else exempt)
         rows = [
             row
@@ -102,12 +128,12 @@ class PrecisionReport:
         )
 
     def predicted_gain(self, exempt: Sequence[Exemption], format: str | None = None) -> Together:
-        """Predict what else is gained if some computations are exempt, on average over steps.
+        """Predict how far loss and gradient error fall, on average over steps, by more exemptions.
 
-        These computations have shares of the mean damage to the loss and of the gradient's squared
-        error. What was measured with everything rounded is apportioned by these shares, since it
-        differs from the sum of the parts: rounded results are rounded again. Without a measured
-        mean change of the loss, the loss falls by their mean damage.
+        The damage measured with everything rounded differs from the sum of the rows, since rounded
+        results are rounded again. It is divided in proportion to the rows: to their lasting damage
+        for the loss, and to their squared errors for the gradient. Without a measured mean change
+        of the loss, the loss falls by the lasting damage of the rows.
         """
         word = self.formats[0] if format is None else format
         before, exemptions = Exemptions(self.exempt), Exemptions(exempt)
@@ -129,7 +155,7 @@ class PrecisionReport:
         )
 
     def remainder(self, format: str | None = None) -> Together:
-        """Return what is measured with all rounded together, less the prediction."""
+        """Return the measured damage of rounding all computations at once, minus the predicted."""
         measured = self.together[self.formats[0] if format is None else format]
         predicted = self.predicted(format)
         return Together(
@@ -140,14 +166,14 @@ class PrecisionReport:
     def smallest_exemption(
         self, share: float = 0.5, format: str | None = None
     ) -> tuple[Exemption, ...]:
-        """Return the cheapest computations to leave out so that a share of the damage stays.
+        """Return computations to leave out, with few FLOPs, so that a share of the damage remains.
 
         The share holds for the lasting change of the loss, and for the squared error of the
-        gradient. The cost of an exemption is its FLOPs. Computations with the most damage per FLOP
-        come first. Those that are in ``exempt`` already do not count.
+        gradient. Computations are left out in the order of their damage per FLOP. Those that are in
+        ``exempt`` already do not count.
 
         Args:
-            share: Largest share of the damage that may stay, 0 to 1.
+            share: Largest share of the damage that may remain, 0 to 1.
             format: Name of one of the report's formats, by default the first.
 
         Raises:
@@ -190,7 +216,7 @@ class PrecisionReport:
         return "\n\n".join(parts)
 
     def as_page(self) -> dict[str, Any]:
-        """Return what a page shows: the summary's lines, and the same tables as texts."""
+        """Return the data of the dashboard: the lines of the summary, and the tables as texts."""
         return {
             "summary": self.summary().splitlines(),
             "columns": list(_HEADERS),

@@ -1,4 +1,4 @@
-"""The gap ledger: predictions against measurement, and a module that stays as it is."""
+"""Precision reports: predictions against measurement, and a module that stays as it is."""
 
 import copy
 import math
