@@ -175,14 +175,14 @@ MUTATIONS = (
         "matmuls/aot_pass.py",
         'node.op == "output" or _writes(node)',
         'node.op == "output"',
-        "matmuls/test_compiled_looks.py -k measures",
+        "matmuls/test_compiled_runs.py -k measures",
     ),
     Mutation(
         "what is measured in place of a copy in units is taken for the copy",
         "matmuls/compiled_graphs.py",
         "key = which, units[index] if in_units else 0",
         "key = which, units[index]",
-        "matmuls/test_compiled_looks.py -k measures",
+        "matmuls/test_compiled_runs.py -k measures",
     ),
     Mutation(
         "a graph from Inductor's cache has the names of another model's modules",
@@ -427,7 +427,7 @@ MUTATIONS = (
         "pipeline/whole_batch.py",
         "            weights = len(microbatches) * counts / counts.sum()",
         "            weights = torch.ones_like(counts)",
-        "pipeline/test_batch_loss.py -k tokens",
+        "pipeline/test_whole_batch.py -k tokens",
     ),
     Mutation(
         "a rehearsal leaves attributes of parameters changed",
@@ -919,14 +919,14 @@ MUTATIONS = (
         "patching.py",
         'return own if getattr(caller, "_is_replica", False) else self._for(own)',
         "return self",
-        "loops/test_hooks.py",
+        "loops/test_called_loop.py",
     ),
     Mutation(
         "a model that is trained in evaluation mode is never trained",
         "loops/called_loop.py",
         "self._trains_in_evaluation = self._optimizers.end_with(optimizer)",
         "pass",
-        "loops/test_hooks.py",
+        "loops/test_called_loop.py",
     ),
     Mutation(
         "weights by rules are saved without a word of it",
@@ -1018,7 +1018,7 @@ MUTATIONS = (
         "functional/low_precision.py",
         "    scale = 1.0 / (first * second)\n",
         "    scale = 1.0 / (first * 1.0)\n",
-        "functional/test_fp8_linear.py",
+        "functional/test_low_precision.py",
     ),
     # Rules.
     Mutation(
@@ -1267,7 +1267,7 @@ MUTATIONS = (
         "memory/step_record.py",
         "workspaces = tuple(call.costs.workspace_bytes for call in record.operators)",
         "workspaces = (0,) * len(record.operators)",
-        "memory/test_liveness.py",
+        "memory/test_step_record.py",
     ),
     # Pipelines.
     Mutation(
@@ -1450,14 +1450,14 @@ MUTATIONS = (
         "pipeline/called_module.py",
         "                parameter.grad = None",
         "                pass",
-        "pipeline/test_around.py::test_the_training_of_one_device[tuple]",
+        "pipeline/test_called_module.py::test_the_training_of_one_device[tuple]",
     ),
     Mutation(
         "the joint step forgets accumulation",
         "pipeline/called_module.py",
         " / runner.num_accumulated).backward()",
         ").backward()",
-        "pipeline/test_around.py::test_the_training_of_one_device[tokens]",
+        "pipeline/test_called_module.py::test_the_training_of_one_device[tokens]",
     ),
     Mutation(
         "gradients of what another rank owns are kept",
