@@ -253,7 +253,7 @@ def _tracks(name: str, inputs: Mapping[str, Any], plain: Step) -> bool:
 
 
 def first_line(text: str) -> str:
-    """What was said, without advice and without the folders of this machine."""
+    """The messages, without advice and without the folders of this machine."""
     return re.sub(r"/\S*/site-packages/", "", text.splitlines()[0])
 
 

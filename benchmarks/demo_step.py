@@ -34,7 +34,7 @@ class DemoLoss(nn.Module):
 
 
 def demo_batch(batch_size: int = 16, context: int = 128) -> tuple[Tensor, Tensor]:
-    """Random bytes: the speed of a step does not depend on what the text says."""
+    """Random bytes: the speed of a step does not depend on the text."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (batch_size, context + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

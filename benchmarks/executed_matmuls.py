@@ -1,4 +1,4 @@
-"""What torch's own kernels of matmuls read on a CPU, whoever calls them.
+"""Record what torch's own matmul kernels read on a CPU, whatever calls them.
 
 A dispatch mode sees what a model asks for. Unit scaling exchanges kernels, so that what is
 multiplied is known below them only.
@@ -60,7 +60,7 @@ See = Callable[[str, Tensor], None]
 
 
 def has_torchs_own_kernels() -> bool:
-    """Whether no matmul is overridden, but by modules in units that nobody holds any more."""
+    """Whether no matmul is overridden, except by scaled modules that are no longer referenced."""
     if num_overridden():
         gc.collect()  # only then: it takes long where there are many objects
     return num_overridden() == 0

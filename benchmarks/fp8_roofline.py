@@ -40,7 +40,7 @@ from lightning_unitscale.functional.low_precision import fp8_linear
 aten = torch.ops.aten
 MATMULS, ATTENTION, REST = "matmuls", "attention", "the rest"
 _ONES = (1.0,) * 3
-# What only says how memory is to be read.
+# Operators that only change how memory is read.
 _VIEWS = ("view", "t", "transpose", "permute", "select", "unbind", "reshape", "slice", "detach")
 
 

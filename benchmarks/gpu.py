@@ -64,7 +64,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
 }
 MIB = 2**20
-# Rows between two looks at the clock, so that their launches overlap.
+# Rows between two readings of the clock, so that their launches overlap.
 _MANY = 20
 # Steps of a training loop, which does not wait for the device after each of them.
 _STEPS = 5
@@ -225,7 +225,7 @@ def _row(bench: Bench, name: str, step: Step, plain: tuple[float, float]) -> dic
 
 
 def _in_a_row(step: Step) -> Step:
-    """Several steps without a look at the clock: the host need not wait for the device."""
+    """Several steps between two readings of the clock: the host need not wait for the device."""
 
     def steps() -> None:
         for _ in range(_STEPS):
@@ -335,7 +335,7 @@ def main() -> int:
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; pass --rehearse to see that this starts.")
     if options.rehearse:
-        # Torch's own kernels in what is compiled: nobody waits for a C++ compiler.
+        # Compiled graphs call torch's own kernels, which need no C++ compiler.
         importlib.import_module("torch._inductor.config").fallback_by_default = True
     bench = Bench(torch.device("cpu" if options.rehearse else "cuda"))
     results: dict[str, Any] = {"machine": machine(), "sizes": bench.sizes, "left": bench.left}

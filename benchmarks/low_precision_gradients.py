@@ -1,11 +1,10 @@
 """How far the gradient in low precision is from the FP32 gradient, while the demo's GPT trains.
 
-A final loss sums up a whole training; this looks at single steps. The model is trained in FP32, and
-at some steps every method of ``low_precision_training.py`` that leaves the model what it
-is takes the gradient of the same weights on the same batches. The error is the norm of the
-difference over the norm of the FP32 gradient, all parameters as one vector; 1 is as good as no
-gradient. "first batch" methods keep the units that they measured before training, which a callback
-that follows drift would have replaced.
+A final loss summarizes a whole training. This measures single steps. The model is trained in FP32.
+At some steps, every method of ``low_precision_training.py`` that does not change the model computes
+the gradient of the same weights on the same batches. The error is the norm of the difference over
+the norm of the FP32 gradient, all parameters as one vector; 1 is as bad as no gradient. "first
+batch" methods keep the units that they measured before training, without recalibration.
 
     python benchmarks/low_precision_gradients.py --steps 0 50 200 400
 """

@@ -219,7 +219,7 @@ def _nudged_first(
 
 
 def _rounded_once(module: Loss, batch: Batch) -> nn.Module:
-    """Other weights by as much as FP8 tells apart, at the start alone: what that comes to."""
+    """Weights perturbed once, at the start, by as much as FP8 rounds: the resulting difference."""
     with torch.no_grad():
         for one in (one for one in module.parameters() if one.ndim >= 2):
             scale = one.square().mean().sqrt()

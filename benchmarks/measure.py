@@ -42,7 +42,7 @@ def interleaved(
     exposes all of them to the same drift. A step pays too for what its predecessor left in the
     caches and gave back to the system, so that the order is another one in every round; and garbage
     is collected between rounds, not in some of the steps. What lived before the first round is left
-    out of it, for a look at all that torch has imported takes longer than many a step.
+    out of it, since walking all that torch has imported takes longer than many steps.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     dice = random.Random(0)

@@ -110,7 +110,7 @@ def seconds_to_read(numel: int, rounds: int = 5) -> float:
 
 
 def demo_elements() -> tuple[int, float]:
-    """Elements that a sample of the demo's GPT looks at, and seconds of its step without."""
+    """Elements that a sample of the demo's GPT reads, and seconds of its step without it."""
     module, batch = DemoLoss(), demo_batch()
     monitored, sample, probes = probed(module)
     sample()
@@ -159,7 +159,7 @@ def main() -> None:
         seconds, rows, elements = extra_seconds(num_tensors, numel, options.rounds)
         cases.append((num_tensors, numel, rows, elements, seconds))
     table = np.array(cases)
-    # Relative errors count: the small cases tell the cost of a tensor, the large of an element.
+    # Relative errors count: small cases show the cost per tensor, large ones per element.
     weights = 1 / table[:, 4]
     design = np.stack([table[:, 2], table[:, 3]], axis=1) * weights[:, None]
     (per_row, per_element), *_ = np.linalg.lstsq(design, np.ones(len(table)), rcond=None)

@@ -92,7 +92,7 @@ def is_same(ours: Numbers, plain: Numbers) -> bool:
 
 
 def compare(operator: Callable[..., Any], sample: Any) -> str | None:
-    """What came of a sample; ``None`` if it tells nothing."""
+    """The result of a sample; ``None`` if it shows nothing."""
     torch._dynamo.reset()
     try:
         plain, other = Loss(operator, sample), Loss(operator, sample)

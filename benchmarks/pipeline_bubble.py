@@ -116,7 +116,7 @@ class Timed(nn.Module):
 
 
 class Shift(nn.Module):
-    """Add a learned vector, so that whoever reads the result has to compute its gradient."""
+    """Add a learned vector, so that the gradient of the result has to be computed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

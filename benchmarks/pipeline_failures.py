@@ -1,7 +1,7 @@
 """``kill -9`` of one rank of a pipeline before a random step, again and again.
 
 Each time all ranks must end by themselves, well before the strategy's timeout, and a new run that
-goes on from the last checkpoint must make the losses of a run that nobody has killed.
+goes on from the last checkpoint must have the losses of an uninterrupted run.
 
     python benchmarks/pipeline_failures.py                # ten times, on two processes
     python benchmarks/pipeline_failures.py --times 2 --ranks 4

@@ -14,7 +14,7 @@ follows from what it waits for. Nothing is measured. Assumed:
   waits for it. A rank sends several at once as fast as one.
 - The pipelines average their BF16 gradients when all is done, by a ring over links of the same
   bandwidth, and nothing overlaps with that.
-- Memory is not looked at, nor is the optimizer.
+- Memory and the optimizer are not simulated.
 
     python benchmarks/pipeline_scale.py
     python benchmarks/pipeline_scale.py --devices 64 --imbalances 1

@@ -25,7 +25,7 @@ def run_as_ranks(script: Path, num_ranks: int, arguments: Sequence[str]) -> int:
 def free_port() -> int:
     """A port that the system gives to no connection by itself.
 
-    Else whoever asks for it before anybody listens may be given it, and meet itself.
+    Otherwise a process that asks for a port before the server listens may get this one.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:

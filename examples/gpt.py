@@ -81,7 +81,7 @@ class GPT(pl.LightningModule):
         width: Size of the residual stream; a multiple of `num_heads`.
         depth: Number of blocks.
         num_heads: Attention heads per block.
-        context: The most bytes the model can look at.
+        context: Number of bytes that the model can attend to.
         dropout: Probability of dropping an activation, in [0, 1).
         tied_head: Whether the output layer shares its weight with the byte embedding.
         optimizer: `"adamw"`, or `"sgd"` with momentum.

@@ -1,4 +1,4 @@
-"""Backward passes on a thread of the autograd engine, as an accelerator runs every one of them.
+"""Run backward passes on a thread of the autograd engine, as on an accelerator.
 
 Such a thread has no Python frame below a kernel, numbers the autograd nodes that it makes by
 itself, and has none of the caller's thread-local variables. On a CPU the engine takes a thread of

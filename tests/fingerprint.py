@@ -1,4 +1,4 @@
-"""Everything that a run must leave as it was: a module, optimizers, a Trainer, and torch itself."""
+"""Everything that a run must restore: a module, optimizers, a Trainer, and torch itself."""
 
 from __future__ import annotations
 

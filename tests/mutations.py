@@ -206,7 +206,7 @@ MUTATIONS = (
         "matmuls/test_joint_units.py -k written_once",
     ),
     Mutation(
-        "a look at a compiled matmul has Inductor write a gradient twice",
+        "a measurement of a compiled matmul makes Inductor write a gradient twice",
         "matmuls/aot_pass.py",
         "look.take(matmul, lambda node: node)",
         "look.take(matmul, _whole)",
@@ -269,7 +269,7 @@ MUTATIONS = (
         "matmuls/test_compiled_sharing.py -k blocks",
     ),
     Mutation(
-        "a compiled backward pass looks at its matmuls for the module that ran last",
+        "a compiled backward pass measures its matmuls for the module that ran last",
         "matmuls/compiled_graphs.py",
         "now.run, now.operators = found or now.run, set()",
         "now.run, now.operators = now.run, set()",

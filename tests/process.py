@@ -26,7 +26,7 @@ def spare_time() -> None:
     A capture makes many objects that stay, and each collection would go through all of them: there
     is one after each frame that Dynamo compiles. The guards of every frame would be timed for a
     line of Dynamo's log, with the caches of the processor flushed before. For the seed of a device
-    that has not started torch formats the stack of whoever sets it, once for each kind of device.
+    that has not started torch formats the stack of the caller, once for each kind of device.
     And each Trainer of Lightning's would read the entry points of all packages that are installed.
     """
     forget_garbage()

@@ -138,7 +138,7 @@ def test_runs_repeat_exactly(tiny: list[str]) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# It says so when the folder of the checkpoints has some already, which is the point here.
+# Lightning warns if the folder of checkpoints is not empty, as here.
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_second_run_may_use_the_folder_of_the_first(tiny: list[str]) -> None:
     fixed = "--trainer.logger.version=mine"
@@ -250,7 +250,7 @@ def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixtu
 def test_a_strategy_that_is_wrong_is_one_clear_error(
     tiny: list[str], option: str, expected: str
 ) -> None:
-    """A strategy may be a name too: what the name's type says of it is of no interest."""
+    """A strategy may be a name, whatever the type of the argument."""
     given = {"schedule": "GPipe", "num_microbatches": "2", **dict([option.split("=")])}
     options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in given.items()]
     strategy = "--trainer.strategy=lightning_unitscale.PipelineStrategy"

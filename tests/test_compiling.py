@@ -1,4 +1,4 @@
-"""A compiler on one thread is none of the others'."""
+"""Compiling on one thread does not affect other threads."""
 
 from __future__ import annotations
 

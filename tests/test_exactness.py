@@ -1,4 +1,4 @@
-"""Traits of real models that once made a captured step differ from the plain one, one by one."""
+"""Features of real models in which captured steps once differed from eager ones."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The package's own import is light: TensorBoard runs it each time it starts."""
+"""Importing the package is cheap, since TensorBoard imports it when it starts."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Attributes that stand in front of others for a while."""
+"""Attributes that are replaced for a while."""
 
 import contextlib
 import copy

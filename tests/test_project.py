@@ -1,4 +1,4 @@
-"""Files around the package: the Makefile, the audit of the pinned versions, the mutations."""
+"""The Makefile, the audit of pinned versions, and the mutations."""
 
 import ast
 import re

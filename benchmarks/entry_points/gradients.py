@@ -119,7 +119,7 @@ def laplace_evidence(callbacks: list[Any], folder: Path) -> Trained:
 
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     loader = DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=16)
-    # From its first look at the curvature on, it trains the model in evaluation mode.
+    # Once it has measured the curvature, it trains the model in evaluation mode.
     with attached(model, None, callbacks):
         posterior, _, evidence, history = marglik_training(
             model, loader, likelihood="regression", hessian_structure="kron", backend=BackPackGGN,

@@ -32,7 +32,7 @@ class Compared:
             relative to plain.
         parts: Calls of captured graphs in a step, where steps are captured.
         uncaptured: Why the step runs as it is, where they ought to be.
-        warnings: What it said and the plain run did not.
+        warnings: Its warnings that the plain run did not have.
     """
 
     error: str = ""

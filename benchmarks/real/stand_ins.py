@@ -12,7 +12,7 @@ def declare_torchvision_operators() -> None:
     """Let torchvision be imported beside a torch that its compiled operators do not go with.
 
     PyPI's wheel is linked against CUDA. Beside a CPU build of torch its library does not load, and
-    its Python files then describe operators that nobody has declared. Only box operators are gone:
+    its Python files then describe operators that are not declared. Only box operators are gone:
     models and transforms are Python.
     """
     spec = importlib.util.find_spec("torchvision")

@@ -13,7 +13,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightn
 
 
 class Missing(Exception):
-    """Says what the tests lack on this machine."""
+    """Error that names what the tests lack on this machine."""
 
 
 def chromium() -> str:
@@ -24,7 +24,7 @@ def chromium() -> str:
 
 
 def packages() -> Path:
-    """The folder with playwright-core, which nobody downloads while tests run."""
+    """Return the folder with playwright-core, which is not downloaded while tests run."""
     if shutil.which("node") is None:
         raise Missing("no node on the path: install Debian's package `nodejs`")
     if not (CACHE / "node_modules/playwright-core").is_dir():

@@ -1,4 +1,4 @@
-"""The browser, a TensorBoard to look at, and the check that no page had any trouble."""
+"""The browser, a TensorBoard server, and the check that no page reported an error."""
 
 import threading
 from collections.abc import Iterator

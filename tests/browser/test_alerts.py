@@ -1,4 +1,4 @@
-"""Alerts on the dashboard, of real trainings with a fault put in, in a real browser."""
+"""Alerts on the dashboard in a real browser, of real trainings with an injected fault."""
 
 import json
 
@@ -107,7 +107,7 @@ def test_a_flag_stays_in_its_row(page, runs, scheme, color):
             column = page.app("app.panels[0].data.steps").index(FAULT_STEP)
             assert flag_color(page, row, column)[:3] == rgb(color)
             assert flag_color(page, row + 1, column, below=1)[:3] != rgb(color)
-            # The legend says what it is.
+            # The legend explains it.
             assert page.texts(".legend-item:has(.flag)") == ["alert"]
         finally:
             page.browser("resize", width=1280, height=800)
@@ -154,7 +154,7 @@ def test_an_alert_shows_a_tensor_that_was_filtered_out(page, runs):
         assert page.texts(".tip span")[-1] == "alert: NaN or inf"
 
 
-# As if the server had more to tell of the last step.
+# As if the server had more data on the last step.
 LATE_ALERTS = """(() => {
   const { source } = scalesDashboard;
   const [runs, json] = [source.runs.bind(source), source.json.bind(source)];

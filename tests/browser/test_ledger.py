@@ -1,4 +1,4 @@
-"""The precision report on the dashboard and in a report, of a real training, in a real browser."""
+"""The precision report of a real training, on the dashboard and in the HTML file, in a browser."""
 
 import pytest
 

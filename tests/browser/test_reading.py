@@ -1,4 +1,4 @@
-"""Help for reading the dashboard: labels, help, notes, and a page of every width."""
+"""Labels, help and notes of the dashboard, at every width of the page."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The view: operands of matmuls, equal steps at equal places, an address to come back to."""
+"""The view of the dashboard: matmul operands, aligned steps, and the URL that restores it."""
 
 from dataclasses import replace
 

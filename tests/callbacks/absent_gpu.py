@@ -1,4 +1,4 @@
-"""A GPU that is not there: steps run on its fake tensors, and what it is asked for is noted."""
+"""A simulated GPU: steps run on its fake tensors, and its calls are recorded."""
 
 from __future__ import annotations
 

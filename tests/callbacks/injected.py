@@ -1,4 +1,4 @@
-"""A small network into which a fault is put at a step of one's choice."""
+"""A small network with a fault that is injected at a given step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules in which an operand or a gradient gives no unit when it is first met."""
+"""Modules with an operand or a gradient that has no usable unit at first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LightningModules that do what users do."""
+"""LightningModules with code that users write."""
 
 from __future__ import annotations
 

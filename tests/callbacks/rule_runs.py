@@ -1,4 +1,4 @@
-"""Modules that are scaled by rules, and what their tests look at."""
+"""Modules that are scaled by rules, and the values that tests check."""
 
 from __future__ import annotations
 

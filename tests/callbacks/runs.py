@@ -1,4 +1,4 @@
-"""Runs a Trainer and keeps everything that must not depend on this package's callbacks."""
+"""Run a Trainer, and return everything that this package's callbacks must not change."""
 
 from __future__ import annotations
 

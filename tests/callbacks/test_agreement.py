@@ -1,4 +1,4 @@
-"""The monitor shows of matmuls, in any place, the same as ``explain()``."""
+"""The monitor and ``explain()`` agree about every matmul."""
 
 from __future__ import annotations
 

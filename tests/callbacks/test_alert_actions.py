@@ -179,7 +179,7 @@ def test_raise_tells_what_and_where(tmp_path: Path) -> None:
     assert error.alerts == monitor.alerts and error.alert is error.alerts[0]
     again = pickle.loads(pickle.dumps(error))
     assert again.alerts == error.alerts and str(again) == str(error)
-    # The run can be looked at.
+    # The run can be read.
     found = read_run(logger.log_dir)
     assert found.alerts() == monitor.alerts
     assert found.history("forward").steps[-1] == FAULT_STEP
@@ -189,7 +189,7 @@ def test_none_is_silent() -> None:
     monitor = ScaleMonitor(every_n_steps=5, on_violation=None)
     _, warned = train(monitor, nan_bias)
     assert warned == [] and len(monitor.alerts) == 1
-    # Without a reaction no step is looked at that is not sampled.
+    # Without a reaction, only sampled steps are checked.
     monitor = ScaleMonitor(every_n_steps=7, on_violation=None)
     train(monitor, nan_bias)
     assert [one.step for one in monitor.snapshots] == [0, 1, 7, 14, NUM_STEPS - 1]

@@ -1,4 +1,4 @@
-"""One clear error or one clear warning each, and no half-changed module."""
+"""Wrong input gives one clear error or warning, and leaves the module unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_module_that_is_compiled_already(how: str) -> None:
     weights = []
     for callbacks in ([], [UnitScaleCallback()]):
         pl.seed_everything(1, verbose=False)
-        # Dynamo does not get through Lightning's ``self.log`` in a step, with nobody's callback.
+        # Without a callback, Dynamo does not get through Lightning's ``self.log`` in a step.
         module = regression_with(lambda self, batch, batch_idx: self.loss(batch))()
         _fit(_compiled(module, how), *callbacks, max_steps=4)
         weights.append(dict(module.state_dict()))

@@ -1,4 +1,4 @@
-"""A checkpoint is loaded by the method that its weights were trained by, and by no other."""
+"""A checkpoint is loaded only by the method that trained its weights."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_run_by_rules_goes_on(checkpoints: dict[str, Path]) -> None:
 
 
 class Signing(Classifier):
-    """Says in its checkpoints whose they are."""
+    """Writes its name into its checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["module"] = self

@@ -1,4 +1,4 @@
-"""Callbacks and settings that contradict each other are refused, with both of them named."""
+"""Conflicting callbacks and settings raise an error that names both."""
 
 from __future__ import annotations
 

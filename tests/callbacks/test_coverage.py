@@ -1,4 +1,4 @@
-"""Reports of the matmuls that ran in units, in a format, or as they are."""
+"""Reports of the matmuls that ran scaled, in a format, or unscaled."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_matmuls_of_an_optimizer_are_its_own(options: dict[str, Any]) -> None:
 
 
 class Multiplying(threading.Thread):
-    """Prepares data by a matmul as long as somebody trains."""
+    """Prepares data by matmuls during the training."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Trainings whose backward passes run on a thread of the engine, by every method of the package."""
+"""Trainings by every method, with backward passes on a thread of the autograd engine."""
 
 from __future__ import annotations
 

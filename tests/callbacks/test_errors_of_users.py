@@ -1,4 +1,4 @@
-"""Errors of the user's own code, which captured steps raise as plain ones do, and hooked nodes."""
+"""Errors of the user's code are the same in captured steps; hooks on autograd nodes."""
 
 from __future__ import annotations
 

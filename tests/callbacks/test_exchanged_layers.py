@@ -1,4 +1,4 @@
-"""A layer that replaces another one, during a fit by rules or between two."""
+"""A layer is replaced during a fit by rules, or between two fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks describe themselves: in a repr, as text, in a notebook."""
+"""Descriptions of callbacks: repr, text, notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that cannot run captured go on as they were written: exact, and warned of once."""
+"""Steps that cannot be captured run as written, with the same bits and one warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units of what is zero, empty or not finite when it is first met."""
+"""Units of operands that are zero, empty or not finite at first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low precision is never lost in silence: it was rounded, or it was counted out and warned of."""
+"""Every matmul outside its low-precision format is counted, and a warning reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors inside of activation checkpoints are monitored as those outside are."""
+"""Tensors inside activation checkpoints are monitored like all others."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The monitor's logs: their place, their steps, and omitted values."""
+"""The monitor's logs: names, steps, and values that are left out."""
 
 from __future__ import annotations
 

@@ -92,12 +92,12 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
     # Alerts are judged when the next step has been computed, and so are the units of a look, but
     # where they decide how a matmul is rounded.
     snapshots = {snapshot.step: snapshot for snapshot in monitor.snapshots}
-    # This loop does not tell which step is the last one.
+    # This loop does not announce its last step.
     assert list(snapshots) == [0, 1, *range(2, NUM_STEPS, SAMPLED_EVERY)] and monitor.alerts
     assert snapshots[2].log2_sigma.min() == -4 and snapshots[6].log2_sigma.min() == -9
     assert snapshots[LOOK_EVERY + 1].log2_sigma.min() == (-9 if at_looks else -4)
     rows = [launches.total() - launches["cast_tiles"] for launches in gpu.launches]
-    # Units are looked at by the same kernels, here in a step that is not sampled.
+    # Units are measured by the same kernels, here in a step that is not sampled.
     num_looked = rows[LOOK_EVERY]
     assert num_looked > 0
     for step, num_launches in enumerate(rows):
@@ -224,7 +224,7 @@ class Batches:
 
 
 class Steps(pl.Callback):
-    """Tells the device where a step begins; its scales change at the first look."""
+    """Marks on the device where a step begins. Its scales change at the first measurement."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu

@@ -1,4 +1,4 @@
-"""Tensors that other tools stumble over crash neither the monitor nor the gauge."""
+"""Unusual tensors crash neither the monitor nor the gauge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside the callbacks that Lightning has itself."""
+"""This package's callbacks together with Lightning's own."""
 
 from __future__ import annotations
 

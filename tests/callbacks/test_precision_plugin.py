@@ -1,4 +1,4 @@
-"""``UnitScaledPrecision``: the callback's run, asked for by ``plugins=``."""
+"""``UnitScaledPrecision`` in ``plugins=`` gives the same run as the callback."""
 
 from __future__ import annotations
 

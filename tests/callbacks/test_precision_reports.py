@@ -1,4 +1,4 @@
-"""Precision reports in training: the run's numbers stay, and a report can choose exemptions."""
+"""Precision reports during training: they change no bit, and can choose exemptions."""
 
 import lightning.pytorch as pl
 import pytest

@@ -189,7 +189,7 @@ def test_accumulated_batches_are_one_sample(monkeypatch: pytest.MonkeyPatch) -> 
         others=lambda: [looks],
     )
     assert looks.watched == [step in (0, 1, 3, 6, 7) for step in range(8) for _ in range(2)]
-    # The first units are those of a whole step too, as in loops where nobody tells batches apart.
+    # The first units are those of a whole step too, as in loops that do not announce batches.
     assert looks.measured == [True, True, False, False] * 4
     snapshot = monitor.snapshots[0]
     assert [one.step for one in monitor.snapshots] == [0, 1, 3, 6, 7]

@@ -1,4 +1,4 @@
-"""Steps that are captured too often run as written; once rules have scaled them, they never do."""
+"""Steps that are captured too often run as written, but never after rules have scaled them."""
 
 from __future__ import annotations
 

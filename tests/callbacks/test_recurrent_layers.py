@@ -1,4 +1,4 @@
-"""Recurrent layers: their matmuls are in the format, and kernels that hide theirs are counted."""
+"""Matmuls of recurrent layers are rounded to the format, or counted as unscaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory budget in a Trainer, for models of Hugging Face: the training of the plain run."""
+"""Hugging Face models within a memory budget train bit-identically in a Trainer."""
 
 from __future__ import annotations
 

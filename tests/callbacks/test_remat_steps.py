@@ -1,4 +1,4 @@
-"""Steps that AOTAutograd refuses, or gets wrong, as they are: planned, with the bits of plain."""
+"""Unusual steps within a memory budget keep the bits of the ordinary step."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""After a run, and after an error, the module is as it was but for its training."""
+"""After a run and after an error, everything but the trained weights is restored."""
 
 from __future__ import annotations
 

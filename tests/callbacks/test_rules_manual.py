@@ -1,4 +1,4 @@
-"""Manual optimization by rules: what a step reads of its gradients, rehearsed and for real."""
+"""Manual optimization with rules: steps that read their own gradients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 class WithoutOne(ByHand):
-    """A function of the user's says that a part of the model has no gradient."""
+    """The user's own function returns no gradient for a part of the model."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + _NoGradient.apply(self.unused(x.new_ones(3))).mean()

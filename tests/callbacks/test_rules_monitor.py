@@ -1,4 +1,4 @@
-"""The scale monitor shows the tensors that a model scaled by rules computes."""
+"""The scale monitor of a model that is scaled by rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights are set to unit scale exactly once, whatever comes after."""
+"""Weights are set to unit scale exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that rules cannot scale, since they are not captured: the plain model trains."""
+"""If a step cannot be captured, rules leave the model unscaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options are refused before anything is changed, and changes are undone."""
+"""Wrong options are refused before anything changes, and changes are undone."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_manual_optimization(kind: Any) -> None:
     from tests.callbacks.runs import loader as pairs
 
     pl.seed_everything(1, verbose=False)
-    # Given after the other, it looks at what that one's rehearsals have left behind.
+    # It comes second, and checks what the rehearsals of the first have left behind.
     module, counting = kind(), Counting()
     trainer = trainer_with(unit_scale("u-mup"), counting, max_epochs=1, max_steps=-1)
     trainer.fit(module, pairs(32))

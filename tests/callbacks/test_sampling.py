@@ -17,7 +17,7 @@ from tests.callbacks.runs import pair, run
 
 
 class Stream(IterableDataset[Any]):
-    """Samples of which nobody knows how many there will be."""
+    """Samples whose number is not known in advance."""
 
     def __iter__(self) -> Any:
         generator = torch.Generator().manual_seed(7)

@@ -21,7 +21,7 @@ class Smooth(Regression):
 
 
 class Penalized(Smooth):
-    """The penalty begins in the fourth step: the first batch has nothing to tell of it."""
+    """The penalty begins in the fourth step: the first batch does not show it."""
 
     starts_at = 3
 

@@ -1,4 +1,4 @@
-"""Steps that read, keep and write what is not the module's: nothing of it is done twice."""
+"""Steps with state outside the module: every side effect happens once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps as users write them: what they return, log, keep and do to their batch."""
+"""Steps that users write: return values, logging, stored values, changed batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers and hooks that are not in every model: embeddings, rows of their own length, lengths."""
+"""Uncommon layers and hooks: embeddings, ragged rows, changing lengths."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_sparse_matrix_in_a_plan() -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_sparse_gradients_by_rules(by_hand: bool) -> None:
-    """The rules give the model weights that it does not have plainly, and the same gradients."""
+    """Under rules the model has other weights, and the same gradients."""
     found = run(functools.partial(SparseStep, by_hand=by_hand), [UnitScaleCallback("u-mup")])
     module = found.module
     gradients = [module.table.weight.grad, module.bag.weight.grad]

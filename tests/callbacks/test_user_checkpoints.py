@@ -1,4 +1,4 @@
-"""Checkpoints of the user's own keep torch's meaning within a memory budget and by rules."""
+"""The user's own activation checkpoints, within a memory budget and under rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are written between a captured step and its backward pass: the plain run's bits."""
+"""Tensors that change between a captured step and its backward pass."""
 
 from __future__ import annotations
 

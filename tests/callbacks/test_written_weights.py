@@ -1,4 +1,4 @@
-"""Steps and hooks that write into weights themselves, captured in a plan and by rules."""
+"""Steps and hooks that write into weights, within a memory budget and under rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that looks for a package which is not installed is captured like any other."""
+"""Code that checks for a package that is not installed is captured."""
 
 from __future__ import annotations
 

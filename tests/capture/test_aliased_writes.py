@@ -1,4 +1,4 @@
-"""Writes through another name of a tensor are kept under every transform."""
+"""Every transform keeps writes through an alias of a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory, and writes into it, are found as torch itself has them."""
+"""Shared memory and writes into it are detected as in torch's storages."""
 
 from __future__ import annotations
 

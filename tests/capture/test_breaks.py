@@ -1,4 +1,4 @@
-"""Whatever Dynamo does not capture is said in one line, with the line of the user's."""
+"""A graph break is reported in one line, with the line of the user's code."""
 
 from __future__ import annotations
 

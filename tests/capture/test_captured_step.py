@@ -1,4 +1,4 @@
-"""A call of a step as one graph: nothing but the graph runs, as often as one likes."""
+"""A captured call runs only its graph, any number of times."""
 
 from __future__ import annotations
 

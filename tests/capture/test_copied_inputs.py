@@ -1,4 +1,4 @@
-"""A rehearsal gets copies of whatever a step may be called with."""
+"""A rehearsal copies all inputs of a step."""
 
 from __future__ import annotations
 

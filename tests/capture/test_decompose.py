@@ -1,4 +1,4 @@
-"""Opened-up attention is torch's own, bit for bit, with its matmuls in sight."""
+"""Decomposed attention is bit-identical to torch's, and its matmuls are visible."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_forgotten_functions_are_captured_again() -> None:
     capture.forget_captures(function)
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
     assert len(graphs) == 1
-    capture.forget_captures(torch.nn.Identity())  # nothing that Dynamo could have looked at
+    capture.forget_captures(torch.nn.Identity())  # no code that Dynamo could have captured
 
 
 def test_types_of_autocast_inside_and_around() -> None:

@@ -1,4 +1,4 @@
-"""An in-place operation is rewritten only where neither values nor gradients can tell."""
+"""An in-place operation is replaced only if values and gradients stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every call form of every matmul is found, with the right operands in the right roles."""
+"""Every call of every matmul is found, with the right operands."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_every_form_is_found_with_its_operands(name: str) -> None:
     function, shapes, operands, addend = _FORMS[name]
     inputs = [torch.randn(*shape) for shape in shapes]
 
-    # Fixed names of the arguments, so that a placeholder says which one it is.
+    # Fixed names of the arguments, so that the name of a placeholder identifies it.
     if len(inputs) == 2:
 
         def step(a: Tensor, b: Tensor) -> Tensor:

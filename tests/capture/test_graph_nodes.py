@@ -1,4 +1,4 @@
-"""Names of nodes: by module path, unique, and the same however often a step is captured."""
+"""Names of nodes: by module path, unique, and the same in every capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One interpreter, one tap and one recorder: what they see is what ran, and nothing changes."""
+"""The recorder sees every value of a graph and changes none."""
 
 from __future__ import annotations
 

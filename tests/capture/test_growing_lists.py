@@ -1,4 +1,4 @@
-"""Lists that a step appends to: it is captured once, and they get what the plain step gives."""
+"""A step that appends to lists is captured once, and the lists get the right values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Appends(Base):
         return loss
 
     def on_train_epoch_end(self) -> Tensor:
-        """Looks at the list, but outside of the step."""
+        """Reads the list, but outside the step."""
         return torch.stack([one for one in self.outputs if isinstance(one, Tensor)]).mean()
 
 
@@ -58,7 +58,7 @@ def _keep_in(module: Base, loss: Tensor) -> Tensor:
 
 
 class ByBase(Appends):
-    """``super()`` mentions the class, whose other methods may look at the list."""
+    """``super()`` mentions the class, whose other methods may read the list."""
 
     def training_step(self, batch: Tensor) -> Tensor:
         loss = super().training_step(batch)
@@ -170,7 +170,7 @@ def test_after_an_error_the_lists_are_the_module_s_own() -> None:
     assert len(module.outputs) == 1
 
 
-# Whoever looks at a list in the step has to see what is in it.
+# Code in the step that reads a list has to see its items.
 
 
 class Length(Base):

@@ -1,4 +1,4 @@
-"""Modules that their first call gives shapes, under whatever rehearses that call."""
+"""Lazy modules get their shapes in a first call that a transform rehearses."""
 
 from __future__ import annotations
 

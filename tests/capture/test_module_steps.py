@@ -1,4 +1,4 @@
-"""Captured steps stand in for a module's methods, and leave it as it was."""
+"""Captured steps replace a module's methods, and are removed without a trace."""
 
 from __future__ import annotations
 

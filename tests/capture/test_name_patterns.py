@@ -1,4 +1,4 @@
-"""Globs of tensors and modules, and what is said of those that match nothing."""
+"""Globs of tensors and modules, and errors for those that match nothing."""
 
 from __future__ import annotations
 

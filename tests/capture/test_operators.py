@@ -1,4 +1,4 @@
-"""The table of operators: what a call reads of what it is given, against torch's own kernels."""
+"""The table of operators against torch's kernels: which arguments a call reads."""
 
 from __future__ import annotations
 

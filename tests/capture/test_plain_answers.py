@@ -1,4 +1,4 @@
-"""Only torch itself is told that a step is being compiled."""
+"""Only torch itself sees that a step is being compiled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _by_a_helper() -> bool:
 
 
 def _question_of(file: Path) -> Callable[[], bool]:
-    """A function that asks, and says that it was written in ``file``."""
+    """A function that asks, and that seems to be defined in ``file``."""
     names: dict[str, Any] = {"torch": torch}
     exec(compile("def asks():\n    return torch.compiler.is_compiling()", file, "exec"), names)
     question: Callable[[], bool] = names["asks"]
@@ -76,7 +76,7 @@ def test_torch_itself_and_this_package_are_told_the_truth(package: Any) -> None:
 
 
 class Unsupported(nn.Module):
-    """Runs, unless somebody compiles, what Dynamo fails on."""
+    """Runs code that Dynamo fails on, unless it is being compiled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How long capture took is logged once, and that it takes long while it does: by a given clock."""
+"""Log lines about the time of a capture, with a simulated clock."""
 
 from __future__ import annotations
 

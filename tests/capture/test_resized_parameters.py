@@ -1,4 +1,4 @@
-"""Steps of a module whose parameter gets data of another size, as resized embeddings do."""
+"""Steps of a module whose parameter was resized, as by resized embeddings."""
 
 import copy
 

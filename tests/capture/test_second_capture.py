@@ -1,4 +1,4 @@
-"""A step whose first call alone breaks the graph is captured once more."""
+"""A step that breaks the graph only in its first call is captured again."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Inputs that take part in every operation: followed, or refused in so many words."""
+"""Inputs of tensor subclasses are captured, or refused with a clear error."""
 
 from __future__ import annotations
 

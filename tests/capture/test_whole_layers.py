@@ -1,4 +1,4 @@
-"""Layers that torch evaluates as one kernel are opened where their matmuls are to change."""
+"""Fused layers are decomposed where their matmuls change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a case plainly and with the package, and says what differs, bit for bit."""
+"""Train a case with and without the package, and list the differences, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix under rules: units change no bit of it, and what cannot be captured says so."""
+"""The conformance matrix under rules: units change no bit, and failed captures raise errors."""
 
 from __future__ import annotations
 

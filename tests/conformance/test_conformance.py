@@ -1,4 +1,4 @@
-"""Every odd module trains bit for bit as it does without the package."""
+"""Every conformance module trains bit-identically with and without the package."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ QUICK = {case.name for theme in THEMES for case in theme.CASES[::5]}
 ALONE = ("lossless", "monitor")
 
 _LATER = (
-    "numbers are looked at when units are measured, at steps 8, 16, 32, 64 and every 128th: "
+    "numbers are checked when units are measured, at steps 8, 16, 32, 64 and every 128th: "
     "between them, "
 )
 # Differences that a user sees in these cases, by name, only with units.
@@ -97,7 +97,7 @@ def test_a_case_shows_something(case: Case) -> None:
 
 @pytest.mark.slow
 def test_cases_have_all_their_tensors_on_one_device() -> None:
-    """Torch's device without memory tells of a tensor that a case makes on the CPU all the same."""
+    """A case that creates a tensor on the CPU instead fails on torch's meta device."""
     runs, mixed = 0, {}
     for case in CASES:
         # Numbers are not there to be read, and some operators are not either.

@@ -1,4 +1,4 @@
-"""A case of each theme whose backward passes run on a thread of the engine."""
+"""One case of each theme with backward passes on a thread of the autograd engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness sees what it is there to see."""
+"""The harness detects the differences that it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix with scales tracked, alone and with units: the plain bits, and an oracle's metrics."""
+"""The matrix with ``track_scales``, with and without units: same bits, metrics of an oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control flow, and all that a batch and a step may be made of besides tensors."""
+"""Control flow, and batches and results that are not tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other machinery of torch in the step: scripts, traces, exports, threads, profilers, fakes."""
+"""Other features of torch in the step: scripts, traces, exports, threads, profilers, fakes."""
 
 from __future__ import annotations
 

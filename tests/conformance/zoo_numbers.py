@@ -1,4 +1,4 @@
-"""The edges of the numbers: zeros, NaN, infinities, subnormals; and how they lie in memory."""
+"""Extreme numbers and memory layouts: zeros, NaN, infinities, subnormals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State: teachers, codebooks, queues, statistics, and whatever else a module keeps."""
+"""Modules with state: teachers, codebooks, queues, statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor subclasses, and parameters that are not what the layer multiplies by."""
+"""Tensor subclasses, and parameters that a layer transforms before it multiplies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aliases: results that share their elements with an operand, or are the operand itself."""
+"""Aliases: results that share memory with an operand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes: into activations, inputs, parameters, and memory that others see."""
+"""Writes into activations, inputs, parameters and shared memory."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Unused(Regression):
 
 
 class Drifting(Regression):
-    """Inputs grow on the first rank only, before the units are looked at."""
+    """Inputs grow on the first rank only, before the units are measured."""
 
     def __init__(self) -> None:
         super().__init__(adamw)

@@ -120,7 +120,7 @@ class _ReduceScatter(_Files):
 
 
 def through_files(module: nn.Module, path: Path) -> None:
-    """Let a sharded module communicate in memory that is nobody's, so that its peak is exact."""
+    """Let a sharded module communicate in memory that is not counted, so its peak is exact."""
     store = dist.FileStore(str(path), NUM_RANKS)
     gather, scatter = _AllGather(store), _ReduceScatter(store)
     for part in module.modules():

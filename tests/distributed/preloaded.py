@@ -1,4 +1,4 @@
-"""Imported once, as the last, by the server that ranks are forked from: what each would repeat."""
+"""Modules that the fork server imports once for all ranks."""
 
 from tests.process import spare_time
 

@@ -118,7 +118,7 @@ def _nodes(last: Any) -> Iterator[Any]:
 
 
 class LastPeak(pl.Callback):
-    """Measures the last optimizer step beside the callback, which has looked at others."""
+    """Measures the last optimizer step. The callback has measured earlier ones."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last

@@ -1,4 +1,4 @@
-"""Ranks agree on objects, and raise the error of one of them together."""
+"""Ranks exchange objects, and raise the error of one rank together."""
 
 from __future__ import annotations
 

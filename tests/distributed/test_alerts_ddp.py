@@ -1,4 +1,4 @@
-"""Alerts under DDP: what one rank has, all ranks know, and all of them act."""
+"""Alerts under DDP: all ranks get the alerts of one rank and act on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP on two CPU processes: the same bits with and without the callbacks, one gauge, one batch."""
+"""DDP on two CPU processes: same bits with and without the callbacks, and shared units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks agree on the units of what was zero at first, though some of them see zeros for longer."""
+"""Ranks agree on units of tensors that are zero at first, on some ranks for longer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_ranks_agree(kind: str, method: str, results: Results) -> None:
     met = FIRST_TOKEN if kind == "tensor" else _met(FIRST_TOKEN)
     assert starts["expert.linear:input"] == starts["expert.linear"] == met
     if "uneven" in kind and "dead" not in kind:
-        # Nothing was lacking anywhere, so that nobody met any more.
+        # No unit was missing on any rank, so the ranks no longer communicated.
         assert _starts(found[1]["gauges"], "own.linear:weight") == FIRST_RUN
         assert _starts(found[1]["gauges"], "own.linear:input") == FIRST_RUN + 1
         for gauge in found[1]["gauges"]:

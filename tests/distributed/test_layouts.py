@@ -1,4 +1,4 @@
-"""Runs of one training in several layouts: compared, they do not part, and a fault is found."""
+"""One training in several layouts: ``compare`` finds no difference, but finds a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded trainings go on from a checkpoint, one file or a folder with the parts of all ranks."""
+"""Sharded trainings resume from a checkpoint, whole or distributed."""
 
 from __future__ import annotations
 

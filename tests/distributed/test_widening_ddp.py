@@ -1,4 +1,4 @@
-"""Ranks leave FP8 together, also if only one of them has operands that do not fit."""
+"""All ranks leave FP8 together, even if operands stop fitting on one rank only."""
 
 from __future__ import annotations
 

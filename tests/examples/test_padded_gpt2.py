@@ -1,4 +1,4 @@
-"""The example trains alike on one device and on two."""
+"""The example trains the same on one device and on two."""
 
 from __future__ import annotations
 

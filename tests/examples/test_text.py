@@ -14,7 +14,7 @@ from examples.text import RandomWindows, ResumableLoader, SpacedWindows, TextDat
 
 
 def _folder(root: Path, num_files: int, size: int = 400) -> Path:
-    """A folder whose file i holds the byte 32 + i only, so that a byte tells its file."""
+    """A folder whose file i holds the byte 32 + i only, so that a byte identifies its file."""
     for i in range(num_files):
         path = root / f"part{i % 3}" / f"{i}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)

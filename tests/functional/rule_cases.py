@@ -52,7 +52,7 @@ class Case:
         kwargs: Keyword arguments.
         tolerance: Relative error allowed for the RMS of the output and of each gradient.
         own: Tolerance of single gradients.
-        skip: Results that the rule says nothing exact about.
+        skip: Results for which the rule is not exact.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Attention: scales of all four tensors, and decoding with a fixed factor."""
+"""Attention: scales of its four tensors, and decoding with a fixed factor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses: the plain value, and a gradient at RMS 1 for whatever counts."""
+"""Losses: unscaled values, and gradients at RMS 1."""
 
 from __future__ import annotations
 

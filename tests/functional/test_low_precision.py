@@ -1,4 +1,4 @@
-"""The FP8 linear against FP64 products of what is rounded, and what it keeps for backward."""
+"""The FP8 linear layer against FP64 matmuls of rounded operands, and its saved tensors."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ _ELEMENTWISE_NAMES = {name for name, _, _ in ELEMENTWISE}
 )
 def test_compiles_into_one_graph_with_the_eager_result(case: Case) -> None:
     if case.name == "gaussian_nll_loss":
-        pytest.skip("torch's own function looks at the values of var")
+        pytest.skip("torch's own function reads the values of var")
     op = getattr(U, case.name)
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
     output, gradients, _ = results(compiled, case)

@@ -1,4 +1,4 @@
-"""The primitive: each direction has its own factor, and nothing else changes."""
+"""``scale``: separate factors for forward and backward."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""FP8 matrices of any size, and the devices that have no product of them."""
+"""FP8 matrices of any size, and devices without FP8 matmuls."""
 
 import pytest
 import torch

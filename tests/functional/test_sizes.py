@@ -1,4 +1,4 @@
-"""Sizes become numbers without a guard."""
+"""Sizes are converted to numbers without a guard of Dynamo."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The Triton cast to FP8: its bits in the interpreter, what it compiles to, how often it runs."""
+"""The Triton cast to FP8: bits in the interpreter, compiled code, number of launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where these tests run: on a GPU, or as a rehearsal on the CPU, to see that they start."""
+"""Choose the device of these tests: a GPU, or a CPU to check that they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPT to train: as large as a GPU wants it, or small enough for a rehearsal."""
+"""A GPT to train: large for a GPU, or small to test on a CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def device_name(config: pytest.Config) -> str:
-    """``"cuda"`` or ``"cpu"``: what ``--device`` says, or what there is."""
+    """Return ``"cuda"`` or ``"cpu"``, by ``--device`` or by the machine."""
     name = config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.exit("--device=cuda: torch finds no CUDA device; leave it out to rehearse.", 2)

@@ -1,4 +1,4 @@
-"""``make bench-gpu`` starts, and writes what it has measured, before anybody has a GPU for it."""
+"""``make bench-gpu`` starts on a CPU and writes its results."""
 
 from __future__ import annotations
 

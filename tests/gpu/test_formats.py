@@ -1,4 +1,4 @@
-"""FP8 matmuls on an accelerator compute what their simulation does."""
+"""FP8 matmuls on an accelerator equal their simulation."""
 
 from __future__ import annotations
 

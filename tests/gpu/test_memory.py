@@ -1,4 +1,4 @@
-"""What a profile on fake tensors predicts, beside what the allocator of the device counts."""
+"""Predictions on fake tensors against the device's allocator."""
 
 from __future__ import annotations
 

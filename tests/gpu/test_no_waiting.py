@@ -21,7 +21,7 @@ _SAMPLED_EVERY = 4
 
 
 class _Waits(pl.Callback):
-    """Where the package waited in each step, as CUDA itself tells."""
+    """Return where the package waited in each step, as reported by CUDA."""
 
     def __init__(self) -> None:
         self.lines: list[list[str]] = []

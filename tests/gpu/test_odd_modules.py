@@ -1,4 +1,4 @@
-"""On an accelerator, too, every odd module trains bit for bit as it does without the package."""
+"""Conformance modules train bit-identically with and without the package on an accelerator."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_odd_modules(case: Case, device: torch.device) -> None:
     except (RuntimeError, NotImplementedError, TypeError) as error:
         if "same device" in str(error):
             raise  # it is the case's fault
-        pytest.skip(f"plainly, it does not run there: {error}")
+        pytest.skip(f"without the package, it does not run there: {error}")
     if differences(again, plain):
-        pytest.skip("plainly, it has other bits in another run")
+        pytest.skip("without the package, it is not reproducible there")
     # In units some differ on a CPU as well.
     methods = ("monitor",) if case.name in INEXACT else ("lossless", "both")
     found = {method: differences(train(case, method, device.type), plain) for method in methods}

@@ -1,4 +1,4 @@
-"""Two GPUs under NCCL have one set of units, and the bits of the run without."""
+"""Two GPUs under NCCL share their units, and have the bits of the run without callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On an accelerator, too, a training with the callbacks has the bits of the one without."""
+"""Trainings are bit-identical with and without the callbacks on an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small training, for what one loop has and others do not."""
+"""A small training in loops with special features."""
 
 from __future__ import annotations
 

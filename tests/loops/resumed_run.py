@@ -30,7 +30,7 @@ from tests.loops import zoo
 from tests.loops.every_loop import LOOPS, NUM_ACCUMULATED, Batches, optimizer_of
 
 NUM_STEPS = 12
-# Units are looked at in step 8, which the resumed run has before it.
+# Units are checked in step 8, which the resumed run has not reached yet.
 SAVE_AT, KILL_AT = 6, 10
 
 

@@ -1,4 +1,4 @@
-"""Callbacks in a plain loop: the bits of the loop without them, and nothing left behind."""
+"""Callbacks in a plain loop: same bits as without them, and everything is restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attachments end in any order, and after any error, and leave everything as it was."""
+"""Attachments end in any order and after any error, and restore everything."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ NUMBERS = {
 }
 NAMES = {f"{name}_tensor" for name in NUMBERS if "log2_rms" not in name}
 SAMPLED = [0, 1, 2, 4]
-# Sampled as well where the loop tells that it is the last one.
+# Also sampled if the loop knows that it is the last one.
 LAST = 5
 # W&B and MLflow use what others deprecate, and say so of what they do themselves.
 pytestmark = [

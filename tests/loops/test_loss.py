@@ -1,4 +1,4 @@
-"""A loss with matmuls of its own, which a loop computes outside of the module's call."""
+"""A loss with matmuls that a loop computes outside the module's call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def new() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(callbacks: list[Any], num_steps: int = 5) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Two losses; a critic that is trained beside, with matmuls that are nobody's."""
+    """Two losses, and a critic that is trained too, whose matmuls have no owner."""
     model, optimizer = new()
     contrast, distance, critic = Contrast(model), Distance(), nn.Linear(16, 16)
     of_critic = torch.optim.SGD(critic.parameters(), lr=1e-2)

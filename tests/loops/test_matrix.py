@@ -1,4 +1,4 @@
-"""Every training loop with every method on every module: the bits that are promised."""
+"""Every training loop with every method on every module keeps the promised bits."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_the_same_bits(
     if method not in CHANGING:
         assert_same_bits(found, expected("plain", "plain", name))
         return
-    # Only a Trainer tells the rules of accumulated batches: elsewhere gradients are in other powers
-    # of two, which AdamW's eps sees.
+    # Rules know the number of accumulated batches only in a Trainer. Elsewhere gradients differ by
+    # powers of two, which matter relative to AdamW's eps.
     is_rules_in_trainer = method == "u-mup" and loop in TRAINERS
     assert_same_bits(found, expected(TRAINERS[0] if is_rules_in_trainer else "plain", method, name))
     assert not same_bits(found[0][-1], expected("plain", "plain", name)[0][-1])

@@ -1,4 +1,4 @@
-"""A run that was killed goes on from its last checkpoint, to the bit, in every loop."""
+"""A killed run resumes from its last checkpoint bit-identically, in every loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _kill(loop: str, folder: Path, num_ranks: int) -> None:
 def _assert_resumed(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
     assert_same_bits(resumed["weights"], whole["weights"])
     assert resumed["gauge"] == whole["gauge"]
-    # It has not looked at the steps before; what both have seen since is the same.
+    # It has not seen the earlier steps. From then on, both have the same values.
     sampled = [SAVE_AT, SAVE_AT + 1, *range(SAVE_AT + 2, NUM_STEPS, 2)]
     assert resumed["steps"] in (sampled, [*sampled, NUM_STEPS - 1])
     both = set(resumed["steps"]) & set(whole["steps"])

@@ -1,4 +1,4 @@
-"""Modules that the user compiled: units around the matmuls within his own torch.compile."""
+"""Modules that the user compiled: units around the matmuls inside the user's torch.compile."""
 
 from __future__ import annotations
 

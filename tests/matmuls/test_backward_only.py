@@ -1,4 +1,4 @@
-"""Matmuls of a backward pass, or of a loss, that belong to no matmul of the forward pass."""
+"""Matmuls of a backward pass or a loss without a forward matmul."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matmuls in block formats: along the dimension of the sum, in each computation, in every mode."""
+"""Matmuls in block formats: blocks along the sum, in each computation and mode."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Graphs of Inductor's and AOTAutograd's caches: the right ones, with their units and names."""
+"""Graphs from Inductor's and AOTAutograd's caches have the right units and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats within the user's own torch.compile: the numbers of the same steps uncompiled."""
+"""Formats inside the user's torch.compile give the numbers of eager mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 layers that cast within a compiled graph: what it holds and keeps, and when it runs."""
+"""FP8 layers that cast inside a compiled graph: saved tensors, and when the graph runs."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_checkpoint_within_a_graph_keeps_its_input_only(seen: list[fx.Graph]) 
 
 
 class FakeSites:
-    """The names of nobody's matmuls."""
+    """The names of matmuls without an owner."""
 
     module = None
 

@@ -1,4 +1,4 @@
-"""Units of what is zero at first within the user's own torch.compile; nothing compiles again."""
+"""Late units inside the user's torch.compile cause no recompilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matmuls of a compiled graph that are looked at together, and what that may not change."""
+"""Matmuls of a compiled graph are measured together, without changing a bit."""
 
 from __future__ import annotations
 

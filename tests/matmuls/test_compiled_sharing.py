@@ -1,4 +1,4 @@
-"""Modules of one class run what was compiled once; each has names and units of its own."""
+"""Modules of one class share compiled code, but not names and units."""
 
 from __future__ import annotations
 

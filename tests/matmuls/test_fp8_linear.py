@@ -1,4 +1,4 @@
-"""Real FP8 in a graph: the simulation's bits, units taken in, and a reason for every layer."""
+"""Real FP8 in a graph: the simulation's bits, fused units, and a reason for every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units of a module in FP16 are those of the module in FP32, whatever FP16 would lose."""
+"""Units of a module in FP16 are those of the same module in FP32."""
 
 from __future__ import annotations
 

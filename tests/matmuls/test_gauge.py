@@ -1,4 +1,4 @@
-"""The gauge is a frozen value of powers of two."""
+"""The gauge is an immutable mapping to powers of two."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Gradients of a tensor with several readers are added up in the order of the plain model."""
+"""Gradients of a tensor with several readers are added in the order of the unscaled run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_unitscale.transforms import lossless_unit_scale
 from tests.helpers import assert_same_bits, run, sampled
 from tests.monitor.tracked import probed_copy
 
-# Operations on a square matrix that somebody else reads as well.
+# Operations on a square matrix that has another reader.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     # One tensor in several places.
     "square matmul": lambda t: t @ t,

@@ -1,4 +1,4 @@
-"""Units on the joint graph of both passes: what is shared, what is saved, and whose factors."""
+"""Units in the joint graph: shared copies, saved copies, and factors."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def allocated(code: str) -> int:
 
 
 def assert_looks_read_what_matmuls_read(codes: list[str]) -> None:
-    """A look at another arrangement of a copy would have Inductor write the copy twice."""
+    """Measuring a copy in another layout would make Inductor write the copy twice."""
     for code in codes:
         looked_at = re.findall(r"look\.default\(\[(.*?)\], buf", code)
         read = re.findall(r"(?:extern_kernels\.|attention.*\.default\()(.*)", code)
@@ -264,7 +264,7 @@ def test_copies_are_written_once_and_what_attention_made_is_saved() -> None:
     found, codes = codes_of(module, x)
     assert_same_bits(found, expected)
     assert_looks_read_what_matmuls_read(codes)
-    # Whoever reads a gradient reads it from the copy, so that nobody writes the gradient itself.
+    # All readers of a gradient read the copy, so the gradient itself is never written.
     assert 0 < allocated(codes[1]) <= allocated(plain_backward)
     # In the unit of its values, in which the backward pass reads it.
     saved = [tensor for tensor in saved_tensors(module, x) if tensor.shape == (4, 4, 16, 8)]

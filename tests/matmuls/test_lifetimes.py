@@ -1,4 +1,4 @@
-"""Kernels are overridden while a transformed module lives, or a graph of its, and no longer."""
+"""Kernels are overridden exactly as long as a transformed module or its graph lives."""
 
 from __future__ import annotations
 

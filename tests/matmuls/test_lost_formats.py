@@ -1,4 +1,4 @@
-"""Formats of a plain module: whatever is around it, it is rounded or warned of."""
+"""Every matmul of a plain module is rounded to the format, or a warning reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a format that lie elsewhere at every step: where, when, and what that is good for."""
+"""The moving grid: positions, when they change, and their effect on training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pieces of the dispatcher one by one: copies in units, exactness, who is who, what is told."""
+"""The parts of the dispatcher one by one: copies, exactness, owners, reports."""
 
 from __future__ import annotations
 

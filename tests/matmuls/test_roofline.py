@@ -1,4 +1,4 @@
-"""The count of what a block has to do, against sums by hand."""
+"""The FLOPs and bytes of a block, against sums by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lossless means every bit of loss, gradients and buffers; unit scale means every operand."""
+"""Lossless: equal bits of loss, gradients and buffers, and every operand near RMS 1."""
 
 import copy
 import random
@@ -22,7 +22,7 @@ from tests.helpers import OperandMeter, assert_same_bits, operand_scales, run
 from tests.zoo import MATMULS, NETWORKS, Step, w, x
 
 ZOO = {**MATMULS, **NETWORKS}
-# ATen multiplies their result of two operands by the third: that one nobody can scale between.
+# ATen multiplies their result of two operands by the third: it cannot be scaled in between.
 _INTERMEDIATE = {"multi_dot"}
 # Attention that is so sure of itself that terms vanish: there a product in units is another one.
 _SATURATED = {"multi_head_attention"}

@@ -1,4 +1,4 @@
-"""Matmuls read operands in the format, as a dispatch mode sees them, in every call form."""
+"""A dispatch mode sees operands rounded to the format, in every form of call."""
 
 import copy
 import warnings

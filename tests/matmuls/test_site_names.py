@@ -1,4 +1,4 @@
-"""Matmuls of captured graphs have the names, and so the units, that they have uncaptured."""
+"""Matmuls have the same names and units in captured graphs as in eager mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matmuls that are found by a few comparisons are those that the session would find."""
+"""The fast lookup of a matmul finds the same matmul as the session."""
 
 from __future__ import annotations
 

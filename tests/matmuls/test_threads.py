@@ -1,4 +1,4 @@
-"""Steps on several threads: each counts the autograd nodes that it makes from its own first one."""
+"""Steps on several threads, each with its own numbering of autograd nodes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def in_new_thread(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def penalized(call: Callable[..., Any], *callbacks: Any) -> list[Tensor]:
-    """Train with a gradient penalty; ``call`` says which thread runs each part of a step."""
+    """Train with a gradient penalty; ``call`` runs each part of a step on a thread."""
     torch.manual_seed(0)
     model = Branched()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

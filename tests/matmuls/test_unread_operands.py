@@ -1,4 +1,4 @@
-"""Operands that a call of an operator does not read, whatever they hold."""
+"""Operands that a call does not read may contain anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matmuls that the user's own functions run where autograd asks for them."""
+"""Matmuls in the user's own autograd functions."""
 
 from __future__ import annotations
 

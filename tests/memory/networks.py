@@ -1,4 +1,4 @@
-"""Small modules, each with a trait that is easily counted wrong."""
+"""Small modules whose memory is easily miscounted."""
 
 from __future__ import annotations
 

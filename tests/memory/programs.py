@@ -1,4 +1,4 @@
-"""Programs to partition, and problems made by chance."""
+"""Programs to partition, and random problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clear errors for steps that cannot be profiled. The user's module never changes."""
+"""Clear errors for steps that cannot be profiled, without a change to the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What convolutions allocate on this CPU, against the allocator's events of single operators."""
+"""Workspaces of convolutions on this CPU, against the allocator's events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that fit into a memory. Each answer is profiled, traced or compared with FSDP2."""
+"""Steps that fit into a memory size; each answer is profiled, traced or compared with FSDP2."""
 
 from __future__ import annotations
 

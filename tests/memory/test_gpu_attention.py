@@ -1,4 +1,4 @@
-"""The attention kernel that torch takes on a GPU, and what it saves and allocates."""
+"""The attention kernel that torch chooses on a GPU, and what it saves and allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU: cuDNN's reserve, by a count of what each position saves."""
+"""cuDNN's reserve of recurrent layers, counted by saved vectors."""
 
 from __future__ import annotations
 

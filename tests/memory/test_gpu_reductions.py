@@ -1,4 +1,4 @@
-"""The buffer of a CUDA reduction: sizes seen on an H100, and some counted from the source."""
+"""The buffer of a CUDA reduction: sizes measured on an H100 and counted from the source."""
 
 from __future__ import annotations
 

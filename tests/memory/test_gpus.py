@@ -1,4 +1,4 @@
-"""Descriptions of GPUs, how they are named, and what a report says."""
+"""Descriptions and names of GPUs, and their titles in reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of a step of several graphs, by a measurement of it, against the allocator's own events."""
+"""Plans of a step of several graphs from a measurement, against the allocator's events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs written into an existing graph: FX's own, Dynamo's, and AOTAutograd's level."""
+"""Costs written into existing graphs of FX, Dynamo and AOTAutograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of optimizers, against what the real ones hold after a step."""
+"""Optimizer state, against that of real optimizers after a step."""
 
 from __future__ import annotations
 

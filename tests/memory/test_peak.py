@@ -1,4 +1,4 @@
-"""The peak of a step against the events of the allocator, and against torch's own tracker."""
+"""The peak of a step against the allocator's events and torch's own tracker."""
 
 from __future__ import annotations
 

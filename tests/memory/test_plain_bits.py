@@ -1,4 +1,4 @@
-"""Graphs that are planned have the kernels, and so the bits, of a plain step."""
+"""Planned graphs run the kernels of an ordinary step, with the same bits."""
 
 import copy
 

@@ -237,7 +237,7 @@ def test_the_peak_is_what_a_step_takes(planner: Planner) -> None:
 
 
 class _Masks(nn.Module):
-    """Dropouts whose masks are drawn anew from the generator's state while nobody reads more."""
+    """Dropouts whose masks are drawn again from the generator's state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Captured steps draw a plain step's random numbers, and round as it does under autocast."""
+"""Captured steps draw the random numbers of an ordinary step, also under autocast."""
 
 import copy
 from collections.abc import Callable

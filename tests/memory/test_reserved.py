@@ -1,4 +1,4 @@
-"""The model of CUDA's caching allocator: known sizes, and a plainer model on random sequences."""
+"""The simulated caching allocator against known sizes and a simpler model."""
 
 from __future__ import annotations
 

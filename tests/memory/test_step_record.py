@@ -1,4 +1,4 @@
-"""The simulation of the allocator, on records that were made up."""
+"""The simulated allocator on synthetic records."""
 
 from __future__ import annotations
 

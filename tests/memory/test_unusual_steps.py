@@ -1,4 +1,4 @@
-"""Profiles of transforms, of control flow, and of leaves that autograd meets first."""
+"""Profiles of transforms, control flow and unusual leaves of autograd."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Modules whose steps do what is hard to look at without changing it."""
+"""Modules whose steps are hard to observe without changing them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Codebook(Small):
 
 @odd
 class Views(Small):
-    """Writes into views, and into what views look at."""
+    """Writes into views, and into tensors that have views."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)

@@ -1,4 +1,4 @@
-"""A closure that an optimizer calls is part of the step; what the optimizer does itself is not."""
+"""An optimizer's closure is part of the step, but not what the optimizer computes itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that the user has compiled is measured where it begins and ends, and not recompiled."""
+"""Compiled code is measured at its inputs and outputs, and not recompiled."""
 
 from __future__ import annotations
 

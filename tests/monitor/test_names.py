@@ -1,4 +1,4 @@
-"""Rows have the names that the graph of the captured step would give them, and its edges."""
+"""Rows have the names and edges of the captured graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes stand in the way of nothing that a step may do with its tensors."""
+"""Probes do not interfere with what a step does to its tensors."""
 
 from collections.abc import Callable
 from typing import Any

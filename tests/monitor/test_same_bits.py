@@ -1,4 +1,4 @@
-"""A run that is watched has the bits of the run that is not, whatever its steps do."""
+"""A monitored run has the bits of the unmonitored one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning: what goes, what its readers read instead, and that it takes linear time."""
+"""Pruning a graph: removed nodes, the new inputs of their readers, and linear time."""
 
 import copy
 import operator

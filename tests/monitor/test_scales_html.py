@@ -1,4 +1,4 @@
-"""How a tracked graph is shown: a table of text, and one for notebooks."""
+"""A tracked graph as a text table and as HTML for notebooks."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Units of matmuls at the dispatcher: stored values, and what is counted of them."""
+"""Stored (scaled) values of matmul operands, and their statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracking: metrics against an interpreter of the plain graph, and the graph they are on."""
+"""``track_scales``: metrics against an interpreter of the plain graph."""
 
 import warnings
 from collections.abc import Callable

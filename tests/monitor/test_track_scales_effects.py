@@ -1,4 +1,4 @@
-"""Tracking changes nothing else: bits, the caller's tensors, module state, other transforms."""
+"""``track_scales`` changes no bit, no input tensor, no module state and no other transform."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Steps of many kinds, several in a row: the plain bits, and the statistics of the plain step."""
+"""Several steps of many kinds: same bits and statistics as the untracked step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests of tracking: modules of functions, and the found metrics by name."""
+"""Helpers for tests of ``track_scales``."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Losses of a batch: those that follow from its microbatches, and those that do not."""
+"""Losses that can, and cannot, be computed from microbatches."""
 
 from __future__ import annotations
 

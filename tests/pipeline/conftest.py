@@ -1,4 +1,4 @@
-"""A rank in the tests' own process."""
+"""A process group of one rank in the test process."""
 
 from __future__ import annotations
 

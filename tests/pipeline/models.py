@@ -1,4 +1,4 @@
-"""Models with what makes pipelines hard, each with one microbatch: ``MODELS[name]()``."""
+"""Models that are hard to cut, each with one microbatch: ``MODELS[name]()``."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Changing(Groups):
 
 
 class Branching(Groups):
-    """A step that looks at its loss, prints it, and logs numbers and a metric object."""
+    """A step that reads its loss, prints it, and logs numbers and a metric object."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "'1F1B' or 'GPipe'": ({"remat": 0.5}, {"schedule": "ZBVZeroBubble"}, {}),
     "smallest achievable peak": ({"remat": "1KiB"}, {}, {}),
     "capture='auto' or 'step'": ({"remat": 0.5}, {"capture": "forward"}, {}),
-    # A step that looks at its loss.
+    # A step that reads its loss.
     "which cannot be cut": ({"remat": 0.5}, {}, {"limit_train_batches": 2}),
 }
 

@@ -38,7 +38,7 @@ class _Failing(pl.Callback):
 
 
 class _Raising(_Failing):
-    """Lightning tells neither later callbacks nor its strategy of an error after this."""
+    """After this, Lightning reports an error neither to later callbacks nor to its strategy."""
 
     def on_exception(self, *_: Any) -> None:
         raise self.error("on_exception")

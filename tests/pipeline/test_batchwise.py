@@ -1,4 +1,4 @@
-"""The loss of a batch by its microbatches: the plain step's, with its gradients, or a reason."""
+"""The loss of a batch from microbatches: that of the ordinary step, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps around a pipeline on two CPU processes: the training of one device, on the whole batch."""
+"""Steps around a pipelined module on two CPU processes, against one device."""
 
 from __future__ import annotations
 

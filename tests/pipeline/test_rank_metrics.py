@@ -1,4 +1,4 @@
-"""Metric objects that count on one rank: another rank's are made the same."""
+"""Metric objects that update on one rank are copied to the others."""
 
 from __future__ import annotations
 

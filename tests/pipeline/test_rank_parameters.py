@@ -1,4 +1,4 @@
-"""Parameters without memory: what they tell, what they refuse, and their way back."""
+"""Parameters whose memory is freed: their metadata, their errors, and their return."""
 
 from __future__ import annotations
 

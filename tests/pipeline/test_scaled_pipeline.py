@@ -162,7 +162,7 @@ def test_the_same_pipeline_without_the_callback(case: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("case", REMATERIALIZED)
 def test_memory_budgets_within_a_stage(case: str, runs: Runs) -> None:
-    """Every rank has a plan by which something runs again, and its peak is what it says."""
+    """Every rank has a plan that recomputes something, and its peak is the predicted one."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, case, rank)
         (report,) = found["reports"]
@@ -214,7 +214,7 @@ def _assert_same(
         assert np.array_equal(ours[:, 0], theirs[:, 0], equal_nan=True)
         if exact:
             assert np.array_equal(ours[:, others], theirs[:, others], equal_nan=True)
-        # A sum of signed numbers may be near 0: what it is made of tells its error.
+        # A sum of signed numbers may be near 0, so its error is relative to the terms.
         size = theirs[:, [sums[1], sums[1], sums[2]]]
         error = np.abs(ours[:, sums] - theirs[:, sums])
         assert np.all((error <= 1e-6 * size) | (np.isnan(error) & np.isnan(size)))

@@ -1,4 +1,4 @@
-"""The search for cuts, against all choices that there are."""
+"""The search for cuts, against all possible choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two halves of a backward pass: the bits of the whole one, and no operation more."""
+"""The two halves of a backward pass: same bits, and no additional operation."""
 
 from __future__ import annotations
 

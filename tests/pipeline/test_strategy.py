@@ -1,4 +1,4 @@
-"""PipelineStrategy on two CPU processes: the training, checkpoints and logs of one device."""
+"""PipelineStrategy on two CPU processes: training, checkpoints and logs of one device."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class Sharded(Groups):
 
 
 class Noisy(Groups):
-    """Looks at its loss; draws random numbers, and checks what forward has made of them."""
+    """Reads its loss, draws random numbers, and checks what forward computes from them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.net(x))

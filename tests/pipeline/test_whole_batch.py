@@ -1,4 +1,4 @@
-"""The loss of a batch in a pipeline without the strategy: the plain module's, or a warning."""
+"""The loss of a batch in a pipeline without the strategy: that of the module, or a warning."""
 
 from __future__ import annotations
 

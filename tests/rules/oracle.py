@@ -1,4 +1,4 @@
-"""Oracles and helpers of several tests of the rules."""
+"""Oracles and helpers for tests of the rules."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
 
 
 class MatmulMeter:
-    """Tells the gradients that arrive at matmuls from what else the kernels of matmuls read."""
+    """Separate gradients that arrive at matmuls from other operands of matmul kernels."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[str, float]] = []

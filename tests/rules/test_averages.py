@@ -1,4 +1,4 @@
-"""Weights that a step averages are set to unit scale like those of a step that does not."""
+"""Weights that a step averages into others are set to unit scale like all weights."""
 
 from __future__ import annotations
 

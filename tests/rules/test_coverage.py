@@ -1,4 +1,4 @@
-"""The coverage report says what happened to every operation and every parameter, and why."""
+"""The coverage report lists every operation and parameter, with the reason."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A module that was unit-scaled by rules leaves this package behind."""
+"""A deployed module runs without this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graphs of a step as one flow of tensors."""
+"""The flow of tensors through all graphs of a step."""
 
 import pytest
 import torch

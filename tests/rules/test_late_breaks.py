@@ -1,4 +1,4 @@
-"""A graph break that comes after the rules have decided changes no factor, or is refused."""
+"""A graph break in a later step changes no factor, or raises an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention has the logits (m / d) q.k, in whichever form its author wrote it."""
+"""Attention has the logits (m / d) q.k, whatever form the code has."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Plans are plain data: they go into a checkpoint and come back equal."""
+"""Plans are plain data, and survive a checkpoint."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The RMS of tensors between matmuls: predicted where it can be, measured where it cannot."""
+"""The RMS of tensors between matmuls: predicted by rule, or measured."""
 
 import math
 from collections.abc import Callable
@@ -141,7 +141,7 @@ def test_inputs_of_any_size_are_measured(size: float) -> None:
 
 
 def test_a_prediction_near_the_truth_is_kept() -> None:
-    # A mean over a few numbers is not quite what the rule for normal variables says.
+    # A mean over a few numbers differs slightly from the rule for normal variables.
     _, factor = _between(lambda x: F.relu(x).view(-1, W // 2, 2).mean(-1))
     rule = _between(lambda x: F.relu(x).view(-1, W // 2, 2).mean(-1), on_unknown="keep")[1]
     assert factor == rule

@@ -1,4 +1,4 @@
-"""Residual adds: which adds are ones, and what becomes of them."""
+"""Residual adds: which adds count as residual, and their factors."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""The rewritten function is the same in whichever form the model was written."""
+"""The rewritten function does not depend on the form of the code."""
 
 import copy
 import math
@@ -137,7 +137,7 @@ def test_all_call_forms_are_one_function(name: str) -> None:
         scaled = unit_scale(_model(form))
         scaled(X)
         result = run(scaled, X)
-        # A bias may be added before the factor or behind it: whoever sets its rate is told.
+        # A bias may be added before or after the factor, which its learning rate depends on.
         scales = {fqn: value.info.output_scale for fqn, value in parameters_of(scaled).items()}
         pass_of(scaled, ParameterGradients).settle()
         exponents = pass_of(scaled, ParameterGradients).log2_factors

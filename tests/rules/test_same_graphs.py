@@ -1,4 +1,4 @@
-"""The same graphs and decisions in every process, whatever Python's hashes of strings are."""
+"""Graphs and decisions do not depend on Python's hash seed."""
 
 from __future__ import annotations
 

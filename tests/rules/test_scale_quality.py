@@ -1,7 +1,7 @@
 """How near to RMS 1 whole models are, read off the operators that torch executes.
 
 The lossless pass that follows the rules would hide a wrong factor behind a power of two, so the
-rewritten function is looked at by itself as well.
+rewritten function is checked separately too.
 """
 
 import pytest

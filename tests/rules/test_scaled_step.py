@@ -1,4 +1,4 @@
-"""An optimizer with a rate for each parameter, and groups that stay the user's."""
+"""An optimizer with one rate per parameter keeps the user's parameter groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unit_scale``: any module, in any company, and what it says when it cannot."""
+"""``unit_scale`` of many modules, combined with other transforms, and its errors."""
 
 import copy
 import pickle

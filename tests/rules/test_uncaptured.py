@@ -1,4 +1,4 @@
-"""Matmuls that read weights at unit scale where no graph has their factors."""
+"""Matmuls that read weights at unit scale outside the captured graphs."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_the_hook_sees_the_sum_of_all_uses() -> None:
     _factors(weight=5).before_step(module)
     module.zero_grad()
     module(module(x)).sum().backward()
-    assert torch.equal(module.weight.grad, plain)  # nobody keeps the factors
+    assert torch.equal(module.weight.grad, plain)  # the factors are not kept
     gradients = _factors(weight=5)
     gradients.before_step(module)
     module.zero_grad()

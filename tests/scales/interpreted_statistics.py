@@ -132,7 +132,7 @@ def test_samples(numel, sample_size):
 
 @pytest.mark.parametrize("strides", [(2**30, 2**15, 1), (2**29, 3, 2**28), (2**31 + 5, 2, 1)])
 def test_elements_that_lie_far_apart(strides):
-    """Beyond what 31 bits can count; memory that nobody looks at is not there."""
+    """More elements than 31 bits can count; memory that is not read does not exist."""
     sizes = (2, 3, 4)
     numel = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     tensor = torch.empty(numel, dtype=torch.bfloat16).as_strided(sizes, strides)

@@ -1,4 +1,4 @@
-"""Snapshots with the elements of one's choice."""
+"""Snapshots with given elements."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels of rows that are repeated, without a device."""
+"""Repeated launches of the statistics kernels, without a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are on their way out of a format."""
+"""Tensors that will soon leave a format."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Triton kernels of a statistics row: their bits in the interpreter, and what they compile to."""
+"""Triton kernels of statistics: bits in the interpreter, and compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts in event files: written, read, served, and never lost to thinning."""
+"""Alerts in event files: written, read, served, and kept when samples are thinned."""
 
 import json
 

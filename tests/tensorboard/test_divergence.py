@@ -1,4 +1,4 @@
-"""Two recorded runs: where they diverge, and that equal runs do not."""
+"""``compare``: where two runs diverge, and no finding for equal runs."""
 
 import json
 from itertools import pairwise

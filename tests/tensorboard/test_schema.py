@@ -1,4 +1,4 @@
-"""Data comes out of an event file as it went in."""
+"""Data read from an event file equals the data written."""
 
 import subprocess
 import sys

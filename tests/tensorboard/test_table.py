@@ -1,4 +1,4 @@
-"""The tables of a step: one line about all of it, a line per block, a line per tensor."""
+"""The tables of a step: a summary line, a line per block, a line per tensor."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_without_units_there_is_one_value():
     table = scale_table(PLAIN, full=False)
     assert "true value" not in table and "stored  " not in table
     assert [line[0] for line in cells(table)] == ["blocks.0", "blocks.1", "head"]
-    # The head's gradient is zero, and what it makes is read by nobody.
+    # The head's gradient is zero, and nothing reads its result.
     assert cells(table)[-1] == ["head", "-", "-", "-", "-"]
 
 
