@@ -1,4 +1,4 @@
-"""What ``architectures.py`` found, and its tables."""
+"""The results of ``architectures.py``, and their tables."""
 
 from __future__ import annotations
 

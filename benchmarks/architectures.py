@@ -1,4 +1,4 @@
-"""What lossless unit scaling does to published architectures, measured from outside.
+"""Measure lossless unit scaling of published architectures.
 
 For every architecture of ``model_zoo.py``: whether it runs, whether loss and
 gradients are the plain model's bit for bit, and how near to RMS 1 the operands of the matrix

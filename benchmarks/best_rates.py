@@ -1,4 +1,4 @@
-"""Each at its best learning rate: does a unit-scaled model reach the loss of the plain one?
+"""Does a unit-scaled model reach the loss of the unscaled one, each at its best learning rate?
 
 Three tasks that a CPU trains in seconds: the demo's GPT with a head of its own on the demo's text,
 a small ResNet on scikit-learn's digits, and an LSTM on the text. For each, the best rate of the

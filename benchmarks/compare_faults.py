@@ -1,4 +1,4 @@
-"""Put faults into trainings, and see whether ``compare`` names their modules.
+"""Inject faults into trainings, and check whether ``compare`` names their modules.
 
 Each fault begins at a random step in a random module of a small GPT: a perturbed weight, a result
 or a gradient in a wrong scale, a dropped term, a clipping format, in FP8 also a stale unit. The

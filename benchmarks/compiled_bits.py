@@ -1,4 +1,4 @@
-"""Does a model that its user compiled keep its bits when its matmuls run in units?
+"""Is a compiled module bit-identical with and without unit scaling?
 
 For architectures of ``model_zoo.py`` in training mode: ``model.compile()``, then three steps of SGD
 in FP32. The plain model runs twice, since some do not repeat themselves; then one with

@@ -1,4 +1,4 @@
-"""How long the Scales dashboard takes to show a long run of a large model, in a real browser.
+"""Time that the Scales dashboard takes to show a long run of a large model, in a real browser.
 
 Writes a run of synthetic scales with the package's own writer, opens TensorBoard on it, and
 measures in Chromium: from the request of the page to the heat map on screen, a new layout of all

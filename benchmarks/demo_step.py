@@ -1,4 +1,4 @@
-"""The demo's GPT as a plain module that returns its loss, and one training step of it."""
+"""The demo's GPT as a module that returns its loss, and one training step of it."""
 
 from __future__ import annotations
 

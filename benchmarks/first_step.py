@@ -1,4 +1,4 @@
-"""Seconds of the first step of the demo's GPT, plain and with callbacks, eager and compiled.
+"""Seconds of the first step of the demo's GPT, unscaled and with callbacks, eager and compiled.
 
 Each variant has a new process each time; with Inductor once with caches that are empty, and once
 with those of that run. Times are the processor's, compilers of C++ included, so that what else runs

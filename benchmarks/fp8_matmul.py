@@ -1,4 +1,4 @@
-"""What FP8 linears take on a GPU: BF16, torchao's dynamic scales, and constant scales.
+"""Time of FP8 linear layers on a GPU: BF16, torchao's dynamic scales, constant scales.
 
 One linear layer forward and backward at hidden sizes 1024 to 8192, and a transformer block, with
 BF16 parameters and 16,384 tokens, compiled by Inductor but for what is called eager:

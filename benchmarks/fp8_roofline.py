@@ -1,4 +1,4 @@
-"""The least time that a transformer block's step can take on a GPU, in BF16 and in FP8.
+"""Compute the least time of a transformer block on a GPU, in BF16 and in FP8.
 
 Counted, not measured: the graph of a forward and backward pass is made of tensors without data, so
 this runs anywhere. A matmul and attention take the larger of two times: operations over the GPU's

@@ -1,4 +1,4 @@
-"""What everything takes on a GPU: tables, and one JSON with the device's name.
+"""Time all features on a GPU: tables, and one JSON file with the device's name.
 
 A GPT in BF16 autocast, forward, backward and AdamW:
 

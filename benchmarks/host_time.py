@@ -1,4 +1,4 @@
-"""Host time of the default method for each matmul, in a step whose arithmetic takes next to none.
+"""Host time of the default method per matmul, in a step with little arithmetic.
 
 The step is one of a GPT of width 16 with 8 layers. Its plain time is taken off, and what is left is
 divided by the number of matmuls. Beside it stands a plain linear layer of width 16 that is summed

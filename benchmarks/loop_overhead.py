@@ -1,4 +1,4 @@
-"""Step time of every loop with ``UnitScaleCallback()`` and ``ScaleMonitor()``, over the same loop.
+"""Step time of every loop with ``UnitScaleCallback()`` and ``ScaleMonitor()``, as a ratio.
 
 The demo's GPT, compiled by ``module.compile()`` as users do, is trained by Lightning's Trainer, by
 that of ``pytorch_lightning``, by Fabric, by a loop of one's own, by Hugging Face's Trainer and by

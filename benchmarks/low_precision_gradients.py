@@ -1,4 +1,4 @@
-"""How far the gradient in low precision is from the FP32 gradient, while the demo's GPT trains.
+"""Error of low-precision gradients relative to FP32, while the demo's GPT trains.
 
 A final loss summarizes a whole training. This measures single steps. The model is trained in FP32.
 At some steps, every method of ``low_precision_training.py`` that does not change the model computes

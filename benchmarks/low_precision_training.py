@@ -1,4 +1,4 @@
-"""Train the demo's GPT with its matmuls in ever lower precision, in every way of doing so.
+"""Train the demo's GPT with its matmuls in low precision, by several methods.
 
 The model, the text and the optimizer are those of ``configs/gpt_unit_scaled.yaml``; formats are
 simulated, so that any machine gives the numbers. What differs is what the matmuls read:

@@ -1,4 +1,4 @@
-"""Does the best learning rate of a small model stay the best of a wider and of a deeper one?
+"""Is the best learning rate of a small model the best of a wider and a deeper one?
 
 The demo's GPT on the demo's text, trained for a short while at rates a factor of 2 apart: widths 32
 to 256 at depth 4 and depths 2 to 8 at width 64, in the standard parametrization and under

@@ -1,4 +1,4 @@
-"""Interleaved timing of step functions, one table with ratios, and a JSON beside it."""
+"""Interleaved timing of step functions, a table of ratios, and a JSON file."""
 
 from __future__ import annotations
 

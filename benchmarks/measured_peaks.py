@@ -1,4 +1,4 @@
-"""Peaks of training steps that were measured on a GPU, beside their predictions on a CPU.
+"""Peaks of training steps measured on a GPU, and their predictions on a CPU.
 
     python benchmarks/measured_peaks.py                 # all models
     python benchmarks/measured_peaks.py vit_b_16 bert   # some

@@ -1,4 +1,4 @@
-"""Predicted and measured peak of a training step, side by side with torch's own tracker.
+"""Predicted and measured peaks of a training step, and those of torch's own tracker.
 
     python benchmarks/memory_prediction.py            # all models, and the 7-billion-parameter one
     python benchmarks/memory_prediction.py GPT-6 ViT  # some

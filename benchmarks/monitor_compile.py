@@ -1,4 +1,4 @@
-"""Seconds in which Inductor compiles a sampled step, in which operators make rows of tensors.
+"""Seconds that Inductor takes to compile a sampled step, with statistics as one operator.
 
 Forward and backward graph of the demo's GPT, on a CPU, each variant in a process of its own with
 empty caches. Times are the processor's, compilers of C++ included,

@@ -1,4 +1,4 @@
-"""How the cost of a sampled step grows: with tensors, with elements; and the memory it takes.
+"""Cost of a sampled step by number of tensors and elements, and its memory.
 
 A chain of elementwise operations, so that every tensor has the same size: 10 or 1,000 tensors, with
 few or many elements. Times are CPU time of the thread that trains, eager, forward and backward,

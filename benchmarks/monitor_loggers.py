@@ -1,4 +1,4 @@
-"""What each logger takes at a sampled step of the demo's GPT, and how much it writes.
+"""Time of each logger at a sampled step of the demo's GPT, and bytes written.
 
 CPU time of this process: what a logger does in one of its own, as W&B does, is not in it. The first
 eight samples have tables, the later ones, of which the mean is taken apart, few. A logger whose

@@ -1,4 +1,4 @@
-"""Step time with the scale monitor, sampled every step and every 50, beside the peer's tracking.
+"""Step time with the scale monitor, sampled every step and every 50, and of ``track_scales``.
 
 Eager steps have ``ScaleMonitor`` attached, as any loop has it; under Inductor it probes the
 captured graph, as it does beside ``UnitScaleCallback(compile=True)``. A monitored step includes

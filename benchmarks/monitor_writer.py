@@ -1,4 +1,4 @@
-"""What a long run costs to write: 10,000 sampled steps of 300 tensors into one event file.
+"""Cost of writing a long run: 10,000 sampled steps of 300 tensors into one event file.
 
 The writer's share is its CPU time, the thread that writes the file included, over the time of a
 training step of the demo's GPT on the same machine, one thread, every step sampled. Then

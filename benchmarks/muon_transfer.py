@@ -1,4 +1,4 @@
-"""Does Muon's best rate under u-muP stay the best of a wider and of a deeper model?
+"""Is Muon's best rate under u-muP the best of a wider and a deeper model?
 
 The demo's GPT, with an output layer of its own, is trained for a short while by ``MuonAdamW``: Muon
 for the hidden matrices, AdamW at rate 1 for the others. The text is random, and the chances of a

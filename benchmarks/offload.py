@@ -1,4 +1,4 @@
-"""Peaks with saved tensors in host memory, beside the same recomputation without.
+"""Peaks with saved tensors in host memory, and with the same recomputation without offload.
 
     python benchmarks/offload.py             # five models, on an A100, 25 GB/s to the host
     python benchmarks/offload.py GPT         # some

@@ -1,4 +1,4 @@
-"""Does every operator of torch keep its bits when matmuls are scaled?
+"""Is every operator of torch bit-identical when matmuls are scaled?
 
 Takes the samples of torch's own test database (``torch.testing``'s ``op_db``), makes a module of
 each, out of place and in place, whose loss reads all results, and compares the loss and all

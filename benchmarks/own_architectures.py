@@ -1,4 +1,4 @@
-"""Small architectures that are in no model library: each returns its loss."""
+"""Small architectures from no model library; each returns its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published architectures on two processes, against one process.
+"""Published architectures on two processes, compared with one process.
 
 Every architecture of ``model_zoo.py`` trains for four steps in a LightningModule, by 1F1B with four
 microbatches, with another number of tokens and labels in each. What is written is the largest

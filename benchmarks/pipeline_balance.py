@@ -1,4 +1,4 @@
-"""How equal the ranks of a balanced pipeline are, and what that is worth.
+"""Balance of the ranks of a pipeline, and its effect on the step time.
 
 Planned, by the profiler's estimates and without running anything: what the slowest rank computes
 over the mean of all, for balanced cuts and for equal numbers of layers. Beside it stand what the

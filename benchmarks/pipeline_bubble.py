@@ -1,4 +1,4 @@
-"""The bubble of 1F1B: simulated against the formula, and measured on two processes.
+"""The bubble of 1F1B: simulated, by formula, and measured on two processes.
 
 The formula is (stages - 1) / (microbatches + stages - 1), for stages that take equally long and
 with nothing lost between them. Measured is 1 - whole / (2 * pipeline): the seconds that a process

@@ -1,4 +1,4 @@
-"""Every model by every schedule on several processes, against one process.
+"""Every model with every schedule on several processes, compared with one process.
 
 Each run makes two training steps and one forward pass of eight microbatches and compares their
 losses, and the gradients of all parameters, with microbatch accumulation of the unmodified module

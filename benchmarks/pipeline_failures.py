@@ -1,4 +1,4 @@
-"""``kill -9`` of one rank of a pipeline before a random step, again and again.
+"""Kill one rank of a pipeline before a random step (``kill -9``), repeatedly.
 
 Each time all ranks must end by themselves, well before the strategy's timeout, and a new run that
 goes on from the last checkpoint must have the losses of an uninterrupted run.

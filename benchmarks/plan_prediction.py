@@ -1,4 +1,4 @@
-"""Predicted and measured peak of rematerialization plans of published architectures.
+"""Predicted and measured peaks of rematerialization plans of published architectures.
 
     python benchmarks/plan_prediction.py             # the architectures of the zoo's core
     python benchmarks/plan_prediction.py GPT-2 Swin  # some

@@ -1,4 +1,4 @@
-"""How long it takes to plan a joint graph, from hundreds to tens of thousands of nodes.
+"""Time to plan a joint graph, from hundreds to tens of thousands of nodes.
 
 Joint graphs of the demo's GPT of growing depth. Ours: reading the graph, then the whole front of
 plans from the fastest to the smallest; and one partition, plan and split together. Beside it one

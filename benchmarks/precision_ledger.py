@@ -1,4 +1,4 @@
-"""How well the precision report predicts what rounding costs, against measurement.
+"""Compare the predictions of precision reports with measurements.
 
 Two small models are trained for a while. Then a report predicts the damage of each computation of
 each matmul, and each is measured alone: the change of the loss with one forward computation

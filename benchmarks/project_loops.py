@@ -1,4 +1,4 @@
-"""Packages that train their own modules by their own entry points, with and without the callbacks.
+"""Packages that train by their own entry points, with and without the callbacks.
 
 Nothing of them is changed, and no name stands for another: a package that trains by
 ``pytorch_lightning`` does. Each trains from one seed without a callback, once more without, with

@@ -1,4 +1,4 @@
-"""Peaks of fine-tuning that projects have published, beside what the profiler predicts for them.
+"""Published peaks of fine-tuning runs, and their predictions by the profiler.
 
     python benchmarks/published_peaks.py             # all rows
     python benchmarks/published_peaks.py phi-2 lora  # rows whose name contains one of the words

@@ -1,4 +1,4 @@
-"""Scripts that start themselves once for every rank of a group on this machine, and free ports."""
+"""Start a script once for every rank of a group on this machine, with free ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that ship in other packages, trained with and without the callbacks.
+"""Modules of other packages, trained with and without the callbacks.
 
 Each module trains from one seed without a callback, once more without, with the monitor, with unit
 scaling, with both, with matmuls in simulated FP8, with a memory budget, and by the rules of u-muP.

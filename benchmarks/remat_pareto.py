@@ -1,4 +1,4 @@
-"""Peak and step time of this planner, of torch's memory budgets, and of a checkpoint per block.
+"""Peak and step time of this planner, torch's memory budgets, and a checkpoint per block.
 
 Every variant runs the same training step op by op in FP32 on a CPU, for each of five models. Peaks
 are measured by the allocator's events and, for ours, predicted; times are interleaved medians.

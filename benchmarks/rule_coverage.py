@@ -1,4 +1,4 @@
-"""What unit scaling by rules makes of published architectures, measured from outside.
+"""Measure unit scaling by rules of published architectures.
 
 For every architecture of ``model_zoo.py`` and of ``own_architectures.py``: whether the rules run,
 eager and under Inductor, and after one batch at initialization the share of all operands of matrix

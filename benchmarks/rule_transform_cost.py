@@ -1,4 +1,4 @@
-"""What the rules cost before the first step, from 8 to 512 transformer blocks.
+"""Time of the rules before the first step, from 8 to 512 transformer blocks.
 
 CPU time that Dynamo takes to capture the model, and that the transform adds to it: finding
 residual adds and roles, deciding, and rewriting, without the eager steps in which it measures. Peak

@@ -1,4 +1,4 @@
-"""The demo with and without the callbacks: are losses and final weights the same, bit for bit?
+"""Are losses and final weights of the demo bit-identical with and without the callbacks?
 
 Trains the demo's model on its data with AdamW and with SGD, eagerly with and without the two
 callbacks, then under Inductor with and without unit scaling.

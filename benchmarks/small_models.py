@@ -1,4 +1,4 @@
-"""Models of other sizes and kinds than the demo's, with a batch each, for what a matmul costs."""
+"""Models of other sizes and kinds than the demo, with a batch each, to time matmuls."""
 
 from __future__ import annotations
 

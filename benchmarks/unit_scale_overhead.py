@@ -1,4 +1,4 @@
-"""Step time of unit scaling, lossless and by rules, over the plain step, eager and compiled.
+"""Step time of unit scaling, lossless and by rules, relative to the unscaled step.
 
 Each variant has a process of its own, since an attached default method makes plain steps of its
 process slower.

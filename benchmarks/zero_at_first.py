@@ -1,4 +1,4 @@
-"""Trainings in FP8 whose operands or gradients are zero at first, beside the same ones in FP32.
+"""FP8 trainings with operands or gradients that are zero at first, compared with FP32.
 
 A unit is measured at the first value that is not zero. Four small models have such tensors: the
 second factor of LoRA, a head that begins with zeros, a second loss whose weight grows from zero,

@@ -1,1 +1,1 @@
-"""Packages that train by entry points of their own, and what compares their trainings."""
+"""Packages with their own training entry points, and the comparison of their trainings."""

@@ -1,4 +1,4 @@
-"""Diffusion, by Accelerate."""
+"""Diffusion with Accelerate."""
 
 from __future__ import annotations
 

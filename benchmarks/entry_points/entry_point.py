@@ -1,4 +1,4 @@
-"""What an entry point is: a package's own call that trains, and what it is compared by."""
+"""An entry point: a package's own training call, and what is compared."""
 
 from __future__ import annotations
 

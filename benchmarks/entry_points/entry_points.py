@@ -1,4 +1,4 @@
-"""All entry points, by the name that the script takes."""
+"""All entry points, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecasting packages, which train by a Lightning Trainer of their own."""
+"""Forecasting packages with their own Lightning Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops whose gradients are others: of single samples, of gradients, of a likelihood by algebra."""
+"""Loops with unusual gradients: per sample, second order, of a likelihood in closed form."""
 
 from __future__ import annotations
 

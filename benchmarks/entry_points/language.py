@@ -1,4 +1,4 @@
-"""Language models, by Lightning Fabric and Hugging Face's Trainer."""
+"""Language models with Lightning Fabric and Hugging Face's Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that packages have written themselves, which run within ``attach``."""
+"""Loops of packages, run within ``attach``."""
 
 from __future__ import annotations
 

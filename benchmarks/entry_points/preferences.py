@@ -1,4 +1,4 @@
-"""Language models that learn from preferences and rewards, adapters, and cached gradients."""
+"""Language models trained on preferences and rewards, adapters, and cached gradients."""
 
 from __future__ import annotations
 

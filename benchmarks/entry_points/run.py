@@ -1,4 +1,4 @@
-"""One training by an entry point, with or without the callbacks, and what came of it."""
+"""Run an entry point with or without the callbacks, and return its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables: columns of all kinds, and counts of genes."""
+"""Tabular data of all types, and counts of genes."""
 
 from __future__ import annotations
 

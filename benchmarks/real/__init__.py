@@ -1,4 +1,4 @@
-"""Modules of other packages, and what it takes to train and compare them."""
+"""Modules of other packages, their training and comparison."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Call a function in a process of its own, which may crash or hang."""
+"""Call a function in its own process, which may crash or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equality of tensors, bit by bit."""
+"""Bitwise equality of tensors."""
 
 from __future__ import annotations
 

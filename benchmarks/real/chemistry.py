@@ -1,4 +1,4 @@
-"""Molecules, materials and cells: message passing, force fields with gradients of gradients."""
+"""Molecules, materials and cells: message passing, and force fields with second derivatives."""
 
 from __future__ import annotations
 

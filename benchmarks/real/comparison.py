@@ -1,4 +1,4 @@
-"""Two training runs beside each other, bit by bit."""
+"""Compare two training runs, bit by bit."""
 
 from __future__ import annotations
 

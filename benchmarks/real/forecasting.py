@@ -1,4 +1,4 @@
-"""Forecasters: the packages' own LightningModules on sums of sines with noise."""
+"""Forecasters: the packages' own LightningModules on noisy sums of sines."""
 
 from __future__ import annotations
 

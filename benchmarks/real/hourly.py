@@ -1,4 +1,4 @@
-"""Time series to forecast."""
+"""Hourly time series for forecasting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training loops that no package ships: a GAN with a gradient penalty and Q-learning."""
+"""Training loops from no package: a GAN with a gradient penalty, and Q-learning."""
 
 from __future__ import annotations
 

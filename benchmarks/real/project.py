@@ -1,4 +1,4 @@
-"""What a project is: the packages it needs, and what makes its module and its batches."""
+"""A project: the packages it needs, and functions that create its module and batches."""
 
 from __future__ import annotations
 

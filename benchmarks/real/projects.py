@@ -1,4 +1,4 @@
-"""Modules that ship in packages on PyPI, with synthetic data, by the name that the script takes."""
+"""Modules of packages on PyPI, with synthetic data, by name."""
 
 from __future__ import annotations
 

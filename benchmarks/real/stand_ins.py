@@ -1,4 +1,4 @@
-"""What some packages ask for at their import, and this machine's torch does not have."""
+"""Replacements for modules that some packages import and this machine does not have."""
 
 from __future__ import annotations
 

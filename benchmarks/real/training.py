@@ -1,4 +1,4 @@
-"""One training run of a project with or without the callbacks, and what came of it."""
+"""Run a training of a project with or without the callbacks, and return its results."""
 
 from __future__ import annotations
 

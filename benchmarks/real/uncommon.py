@@ -1,4 +1,4 @@
-"""Training that hooks, solvers and gradients of gradients take part in."""
+"""Trainings with hooks, solvers and second derivatives."""
 
 from __future__ import annotations
 
