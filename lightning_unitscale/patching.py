@@ -232,7 +232,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module, now or as soon as it is imported."""
+    """Call a function with a module, now or when it is imported."""
     module = sys.modules.get(name)
     if module is not None:
         run(module)

@@ -149,6 +149,6 @@ def _mark_of_file(trainer: pl.Trainer) -> str | None:
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         names = (name.removeprefix("state_dict.") for name in saved)
     elif path.is_file():
-        with contextlib.suppress(pickle.UnpicklingError):  # of what is not safe to load again
+        with contextlib.suppress(pickle.UnpicklingError):  # of unsafe objects
             names = torch.load(path, "cpu", weights_only=True, mmap=True).get("state_dict", ())
     return next((found[1] for name in names if (found := _MARKED.fullmatch(name))), None)

@@ -83,7 +83,7 @@ class CountedSteps:
     def take(
         self, session: MatmulSession, name: str, is_wanted: bool, *, is_training: bool, when: str
     ) -> None:
-        """Take a step's count from its session, and report what was not reported before."""
+        """Take a step's count from its session, and report new results."""
         # A step's first count is logged as one line, with a warning if much was left unscaled. When
         # matmuls leave the format of the step, a warning names them and the line is logged again.
         # An unrequested count is kept if matmuls have left the format, or if some of the last count

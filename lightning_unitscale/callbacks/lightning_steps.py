@@ -294,7 +294,7 @@ class StepsCallback(packages.Callback, LoopCallback):
     def captures_steps(self, trainer: pl.Trainer) -> bool:
         """Check whether the callback adds passes to captured steps, which all callbacks then share.
 
-        If no callback does, ``ScaleMonitor`` watches the step as it is written, and
+        If no callback does, ``ScaleMonitor`` watches the uncaptured step, and
         ``UnitScaleCallback`` works at the dispatcher.
         """
         return False

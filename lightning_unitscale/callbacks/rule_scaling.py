@@ -250,10 +250,10 @@ class RuleScaling:
         """Plan parameters that the user exchanged since the last plan, before a call reads them."""
         # A layer that replaces another one in the middle of a training, or between two, is treated
         # as one that was there from the start: its weights are set to unit scale, and its
-        # operations, gradients and rates get factors of their own.
+        # operations, gradients and rates get their own factors.
         trainer, module, plan = self._trainer, step.owner.module, self.rules.plan
         is_cut = trainer is not None and pipeline_of(trainer) is not None
-        # Parts of a cut module have parameters of their own.
+        # Parts of a cut module have their own parameters.
         if trainer is None or is_cut or step.owner.sharded or _TRAINING not in plan.steps():
             return
         exchanged = self.parameters.find_exchanged(module, plan)

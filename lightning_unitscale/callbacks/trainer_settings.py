@@ -131,7 +131,7 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
 def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:
     """Start the gradient scaler of ``16-mixed`` at 1 instead of 65,536."""
     # Gradients at unit scale need no loss scale, and the default one overflows them for many steps.
-    # A used scaler, or one that the user made with another scale, stays as it is. A scaler that is
+    # A used scaler, or one that the user made with another scale, stays unchanged. A scaler that is
     # restored from a checkpoint continues from there.
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     before = dict(scaler.state_dict()) if scaler is not None else {}

@@ -109,7 +109,7 @@ def set_explain(module: nn.Module) -> None:
 
 
 def explain_forward(module: nn.Module) -> str:
-    """Describe what was captured, what runs scaled or in a format, and what each pass did."""
+    """Describe the captured graphs, the scaled and rounded matmuls, and the passes."""
     # As a method of the module it is `module.explain()`. A copy of the module explains itself.
     matmuls, steps = matmuls_of(module), steps_of(module)
     parts = [one.explain() for one in (matmuls, steps) if one is not None]

@@ -107,7 +107,7 @@ class CapturedStep(StepState):
         # Called with the step and the arguments of a call or of a rehearsal.
         self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
-        # What lasts from each call to its backward pass, if a callback ends it there.
+        # Contexts that last from each call to its backward pass, if a callback ends them there.
         self.until_backward: contextlib.ExitStack | None = None
         self.progress = messages.CaptureProgress(self.title, lambda line: owner.say(line))
         self.fallback = Fallback(self, self.progress.capturing)
@@ -149,7 +149,7 @@ class CapturedStep(StepState):
         self.postponed.replay()
         self.second_capture.look(self.graph_breaks, partial(self._trace_anew, args, kwargs))
         if self.until_backward is not None and torch.is_grad_enabled() and holds_inputs():
-            # Hooks before the backward pass may write into what is computed again.
+            # Hooks before the backward pass may write into tensors that are recomputed.
             self.until_backward.enter_context(KeepingHeld())
         return result
 

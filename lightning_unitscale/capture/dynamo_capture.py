@@ -103,7 +103,7 @@ _CONTAINERS = frozenset({"_modules", "_parameters", "_buffers"})
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, or method, with a code object of its own."""
+    """Return the same function, or method, with its own code object."""
     # Dynamo stores compiled code, and whether it has given up, with the code object. Another module
     # of the class that the user compiles would share both, and its recompile limit.
     plain = getattr(function, "__func__", function)

@@ -130,7 +130,7 @@ class Fallback:
 
         @contextlib.contextmanager
         def captured(code: CodeType) -> Iterator[None]:
-            # Before the step's own function is captured nothing of the call has run.
+            # Nothing has run before the step's own function is captured.
             own = getattr(function, "__code__", code)
             if code is own and not self._step.num_graph_calls:
                 _drop_outgrown_gradients(module)

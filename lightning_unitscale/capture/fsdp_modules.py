@@ -45,7 +45,7 @@ _MANAGED = "_is_fsdp_managed_module"  # FSDP's mark of sharded modules for Dynam
 
 @dataclass(frozen=True)
 class ShardedPart:
-    """Module that FSDP2 gathers by itself, with FSDP's hooks before and after its call."""
+    """Module whose parameters FSDP2 gathers together, with FSDP's hooks around its call."""
 
     path: str
     module: Any

@@ -1,7 +1,7 @@
 """Find the tensors and the matmuls of a captured graph, also inside activation checkpoints.
 
 A matmul is linear in each of its operands. Addends (a bias, the first argument of ``addmm``) are
-added to it unscaled. This is all that a pass needs to change the units of operands. Every form has
+added to it unscaled. A pass needs only this to change the units of operands. Every form has
 a scale rule (``functional/rules.py``), except the few below.
 """
 

@@ -139,7 +139,7 @@ class GraphBackend:
 
 @contextlib.contextmanager
 def _outside() -> Iterator[None]:
-    """Rewrite a graph outside of what runs the call that needs it."""
+    """Rewrite a graph outside the contexts of the call that needs it."""
     # Between two graph breaks it may be called within a torch.func transform, where no rewritten
     # graph can run. A mode such as a logger of operations would see its fake tensors.
     with outside_transforms(), unwatched():
@@ -265,7 +265,7 @@ class GraphVariants:
     def _after(
         self, passes: Sequence[GraphPass], *, observed: bool = False, out_of_place: bool = True
     ) -> tuple[StepGraph, list[PassRecord]]:
-        """Return a copy that some passes have rewritten, and what they did."""
+        """Return a copy rewritten by some passes, and the records of the passes."""
         step = self._owner
         graph = StepGraph(copy_graph_module(self.base), observed=observed, step=step.name)
         if (rewriter := step.owner.rewriter) is not None:

@@ -157,7 +157,7 @@ def hold_inputs(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None
 def _may_be_written(source: fx.Node) -> bool:
     value = source.meta.get("val")
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-    # What the graph itself writes is not computed again.
+    # Results that the graph itself writes are not recomputed.
     return is_dense and not any(
         getattr(getattr(user.target, "_schema", None), "is_mutable", False) for user in source.users
     )
@@ -176,7 +176,7 @@ class _SavedInput:
             self.views += [user for user in view.users if is_view(user) and not _is_backward(user)]
 
     def split(self) -> None:
-        """Give each kind of reader what it reads in an uncaptured pass."""
+        """Give each kind of reader the values that it reads in an uncaptured pass."""
         again, viewed = [], []
         for view in self.views:
             for user in view.users:
@@ -201,7 +201,7 @@ class _SavedInput:
             self._drop()
 
     def _saved(self, target: Any, name: str) -> fx.Node:
-        """Save what a function returns for the input, beside the input."""
+        """Save a function's result for the input, next to the input."""
         with self.forward.inserting_after(self.forward.find_nodes(op="placeholder")[-1]):
             new = self.forward.call_function(target, (self.source,), name=f"{self.source}_{name}")
         new.meta = {key: value for key, value in self.source.meta.items() if key != "desc"}

@@ -112,7 +112,7 @@ class ModuleSteps(ModuleState):
             self.reset()
 
     def see_uncaptured(self, read: Sequence[Tensor], *, in_step: bool) -> None:
-        """Let the passes check what a matmul that no graph runs reads."""
+        """Let the passes check the operands of a matmul outside the graphs."""
         if not any(one.is_rehearsing for one in self.steps.values()):
             for graph_pass in self.passes:
                 graph_pass.see_uncaptured(self.module, read, in_step=in_step)

@@ -38,7 +38,7 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PassRecord:
-    """Record of what one pass did to one graph. Graphs are numbered in capture order."""
+    """Record of the effects of one pass on one graph. Graphs are numbered in capture order."""
 
     step: str
     graph_index: int

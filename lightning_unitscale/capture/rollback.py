@@ -72,7 +72,7 @@ def _root_restorers(module: nn.Module) -> Iterator[Callable[[], object]]:
 
 
 def _setup_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return what a first call may change of a module and its submodules: attributes and hooks."""
+    """Return the attributes and hooks of a module that a first call may change."""
     return [{name: _brief(value) for name, value in vars(one).items()} for one in module.modules()]
 
 

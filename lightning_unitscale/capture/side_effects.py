@@ -137,7 +137,7 @@ class UntracedCalls:
         # In a rehearsal the methods are skipped, except for their closures, because it must not
         # update weights.
         self.is_rehearsing = False
-        # Kept, since Dynamo guards on the identity of what it calls.
+        # Kept, since Dynamo guards on the identity of called functions.
         self._calls: dict[tuple[int, str], _Untraced] = {}
 
     @contextlib.contextmanager

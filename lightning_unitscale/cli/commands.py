@@ -37,7 +37,7 @@ class UnitScaleCLI(LightningCLI):
     shows the validation loss (`val_loss`) and the command for TensorBoard.
     """
 
-    # The name of a command with a configuration of its own.
+    # The name of a command with its own configuration.
     command = ""
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
@@ -76,7 +76,7 @@ class UnitScaleCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        # Lightning warns if `args` are given to a process with arguments of its own.
+        # Lightning warns if `args` are given to a process with command-line arguments.
         if args is None or isinstance(args, list):
             self.config = parser.parse_args(args)
         else:
@@ -235,7 +235,7 @@ class ProfileCLI(UnitScaleCLI):
                 profile.plot(self.config.plot)
 
     def _drop_logs(self) -> None:
-        """Drop what the step logs, since no loop of the trainer runs that could take it."""
+        """Drop the values that the step logs, since no loop of the trainer runs."""
         for name in ("log", "log_dict"):
             self.model.__dict__[name] = nothing
 

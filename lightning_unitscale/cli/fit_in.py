@@ -32,7 +32,7 @@ _TRIED = ("32-true", "bf16-mixed", "bf16-true")
 _LARGEST = ("precision", "remat", "on the host", "batch", "peak", "extra FLOPs")
 _STEPS = ("", "precision", "shards", "microbatch", "accumulated", "remat", "on the host", "peak",
           "extra FLOPs")  # fmt: skip
-# Ways to find the largest batch: as it is, with rematerialization, with copies to the host.
+# Ways to find the largest batch: no plan, rematerialization, also copies to the host.
 _WAYS: tuple[dict[str, bool], ...] = ({}, {"remat": True}, {"offload": True})
 # An allowance for the driver, the CUDA context (a few hundred MiB) and gaps between blocks.
 _CONTEXT_BYTES = 2**30

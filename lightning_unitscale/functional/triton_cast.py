@@ -1,9 +1,9 @@
-"""Cast a matrix to FP8, as it is and transposed, in one read by a Triton kernel.
+"""Cast a matrix to FP8, also transposed, in one read by a Triton kernel.
 
 Both results are in rows, as ``torch._scaled_mm`` needs its operands on Hopper. For an element of e
 bytes the kernel moves ``e + 1`` bytes, or ``e + 2`` with the transpose. That is 4 for BF16, where
 torch moves 61 for the cast (to FP32, times the factor, clamped, tested for infinity, chosen, cast)
-and 2 more for the copy. Each element is rounded by itself, so runs agree. It uses arithmetic on
+and 2 more for the copy. Each element is rounded independently, so runs agree. It uses arithmetic on
 codes, so GPUs without FP8 and the interpreter compute the same bits.
 
 Checked with Triton 3.6 (of torch 2.11), 3.7 (of 2.13) and, in its interpreter, 3.8 (of 2.14).

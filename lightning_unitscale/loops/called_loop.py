@@ -235,7 +235,7 @@ def _held_optimizer(wrapper: Any) -> Any:
 
 
 class OptimizerSteps:
-    """The optimizers that train a module: those passed, or all that share its parameters."""
+    """The optimizers that train a module: those passed, or all with some of its parameters."""
 
     def __init__(self, module: nn.Module, optimizer: Any) -> None:
         self._module = module

@@ -194,7 +194,7 @@ class Look:
     _positions: dict[fx.Node, int] = field(default_factory=dict)
 
     def take(self, matmul: FoundMatmul, there: Callable[[fx.Node], fx.Node | None]) -> bool:
-        """Add a matmul if all that it reads, or the sources of its copies, exist by then."""
+        """Add a matmul if its operands, or the sources of its copies, exist by then."""
         reads = []
         for read in matmul.reads:
             node, whole = there(read), _whole(read)
@@ -211,7 +211,7 @@ class Look:
 
     @property
     def text(self) -> str:
-        """Return the text of what is measured, from which :meth:`CompiledGraph.look` reads it."""
+        """Return the measured operands as text, from which :meth:`CompiledGraph.look` reads it."""
         return json.dumps([(one.index, one.reads) for one in self.matmuls])
 
     def _position(self, node: fx.Node) -> int:

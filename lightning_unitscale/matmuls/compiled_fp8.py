@@ -1,6 +1,6 @@
 """Run the FP8 layers of compiled graphs in operations that Inductor fuses with their neighbors.
 
-An operator that casts by itself reads its operand once more, and the forward graph keeps that
+An operator that casts separately reads its operand once more, and the forward graph keeps that
 operand for the backward graph. Here the casts of a layer and its transposes are plain operations
 around ``_scaled_mm``. They run in the kernel that makes the operand. Tensors kept for the backward
 pass are FP8, or it reads them anyway.

@@ -149,7 +149,7 @@ def row_of(matmul: CompiledMatmul | PlainMatmul) -> Row:
     rule = matmul.rule
     return {
         "rule": rule.operator,
-        # What the call does not read; see MatmulRule.reading.
+        # Operands that the call does not read; see MatmulRule.reading.
         "mask": RULE_OF[rule.operator].mask_of(rule),
         "adds": bool(rule.addends),
         "names": matmul.matmul_names,

@@ -106,7 +106,7 @@ class InductorPass(CustomGraphPass):
     ) -> None:
         self._setting = setting
         self._rewrite = rewrite
-        self._identity_of = identity_of  # what a rewrite reads besides the graph's code
+        self._identity_of = identity_of  # other inputs of a rewrite than the graph's code
         self._before: Any = None
         # A pass that the user set meanwhile, or a ``config.patch``, may keep it after removal.
         self._is_installed = False
@@ -137,7 +137,7 @@ class InductorPass(CustomGraphPass):
             self.remove()
 
     def uuid(self) -> tuple[Any, ...] | None:
-        """Return what a key for the caches contains of this pass; ``None`` to cache nothing."""
+        """Return the part of a cache key for this pass; ``None`` to cache nothing."""
         graph = graph_of_key()
         own = None if graph is None else self._identity_of(graph)
         others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._users()]
@@ -176,7 +176,7 @@ def _callers() -> Iterator[FrameType]:
 
 
 def guard_by(check: Callable[[], bool], text: str) -> bool:
-    """Have Dynamo run what it compiles only while this holds; ``False`` if it compiles nothing."""
+    """Add a guard to the code that Dynamo compiles; ``False`` if it compiles none."""
     context = TracingContext.try_get()
     if context is None or CompileContext.try_get() is None:
         return False
@@ -280,7 +280,7 @@ def _codes() -> tuple[CodeType, CodeType]:
 
 
 def compiled_parts(module: torch.nn.Module) -> list[Any]:
-    """Return what the user compiled of a module: itself, its children and its own methods."""
+    """Return the compiled parts of a module: itself, its children and its own methods."""
     parts: list[Any] = []
     for child in module.modules():
         if isinstance(child, OptimizedModule):

@@ -83,7 +83,7 @@ class Exemptions:
 
 
 def checked_exempt(exempt: Any) -> tuple[Exemption, ...]:
-    """Return exemptions, or raise for what is none."""
+    """Return exemptions, or raise an error for invalid ones."""
     if exempt is None:
         return ()
     is_list = isinstance(exempt, (list, tuple))

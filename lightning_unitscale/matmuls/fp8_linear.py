@@ -207,7 +207,7 @@ class FP8Matmuls(Numerics):
         if self._config.widens and readmits:
             measured = {name.partition(":")[0] for _, name, _ in self._rows}
             found, out = self._send()(), self._config.unfit
-            # A rank that did not run a matmul keeps it as it is.
+            # A rank that did not run a matmul leaves it unchanged.
             kept = Unrepresentable(
                 {name: why for name, why in out.matmuls.items() if name not in measured},
                 {name: why for name, why in out.gradients.items() if name not in measured},
@@ -303,7 +303,7 @@ def numerics_of(
 
 
 def fp8_of(session: MatmulSession) -> FP8Matmuls | None:
-    """Return what runs a session's layers in FP8, or ``None`` if nothing does."""
+    """Return the numerics that run a session's layers in FP8, or ``None``."""
     return next((each for each in session.numerics if isinstance(each, FP8Matmuls)), None)
 
 

@@ -228,7 +228,7 @@ class Scaling(NewNodes):
         """Multiply a tensor by a factor, in the same arrangement."""
         chain = list(arranged(node))
         copies = self._of_inputs if chain[-1].op == "placeholder" else self.copies
-        # Inductor would write a copy of a permuted tensor twice: in order, and as it is read.
+        # Inductor would write a copy of a permuted tensor twice: in order, and permuted.
         in_order = [k for k, node in enumerate(chain) if concrete(value_of(node)).is_contiguous()]
         *chain, node = chain[: max(in_order, default=len(chain)) + 1]
         result = copies.get((node, name)) if name is not None else None

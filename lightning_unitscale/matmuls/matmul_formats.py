@@ -150,7 +150,7 @@ class SimulateFormat:
         self.rounding = rounding  # ``"nearest"`` or ``"stochastic"``
         self.gradient_rounding: Rounding = gradient_rounding or rounding
         # Options of block formats: squares of weights, which both directions read alike, and a
-        # random Hadamard transform of what weight gradients read.
+        # random Hadamard transform of the operands of weight gradients.
         self.square_weights = square_weights
         self.hadamard = hadamard
         formats = self.operand_format, self.gradient_format, self.backward_format
@@ -281,7 +281,7 @@ class FP8Linears:
         return new
 
     def readmit(self, unfit: Unrepresentable) -> Unrepresentable:
-        """Replace what is left out by what a recalibration found, and return what is new in it."""
+        """Replace the excluded layers by those of a recalibration, and return the new ones."""
         before, self.unfit = self.unfit, Unrepresentable()
         for name in before.matmuls:
             self.decisions.pop(name, None)  # it is decided again

@@ -168,7 +168,7 @@ class _ForwardMethod(SessionMethod):
 
     @torch.compiler.disable(reason=_FULL_GRAPH)
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method, compiled by itself, in the session."""
+        """Run the separately compiled method in the session."""
         context = compiling_context()
         # Only Inductor's graphs can be rounded.
         if context is None or (self.owner.session.numerics and not is_inductor(context)):

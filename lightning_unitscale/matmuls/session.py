@@ -259,7 +259,7 @@ class MatmulSession:
         elif is_kept:
             forward.backward[id(rule), sources] = gamma, matmul
         if torch.is_grad_enabled():
-            # In a double backward it acts as a forward matmul, with a site of its own.
+            # In a double backward it acts as a forward matmul, with its own site.
             name, roles = f"{site.name}:{matmul.slot}", tuple(map(str, range(len(operands))))
             if (derived := self.units.sites.get(name)) is None:
                 derived = Site(name, site.module, roles)
@@ -320,7 +320,7 @@ class MatmulSession:
 
 
 def see_uncaptured(session: MatmulSession, operands: Sequence[Tensor], *, in_step: bool) -> None:
-    """Let a session's captured steps check what a forward matmul reads outside of their graphs."""
+    """Let a session's captured steps check operands of a forward matmul outside their graphs."""
     steps = None if session.captured is None else session.captured()
     if steps is None or not steps.changes_function:
         return

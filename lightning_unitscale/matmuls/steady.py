@@ -1,6 +1,6 @@
 """Find a matmul that ran before, in the same place and with operands of the same kind.
 
-What the session finds out about a matmul is the same in every step: its module, its name, its
+The session finds the same properties of a matmul in every step: its module, its name, its
 units, and for a backward matmul which operands autograd saved. So when a matmul has run in its
 units, it is noted: a forward one by its module and the instruction that calls it, a backward one
 by the number of matmuls that its autograd node ran before it. The functions here return the

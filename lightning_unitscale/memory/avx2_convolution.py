@@ -5,7 +5,7 @@ kernels with eight channels in a block (``x64/jit_avx2_conv_kernel_f32.cpp``), t
 gradients (``x64/jit_brgemm_conv_bwd_utils.cpp``), and for the weights' gradient of other shapes one
 with patches in columns (``gemm_convolution_utils.cpp``). Transposed convolutions run as gradients.
 The other kernels, for shapes that few models have, are estimated by the direct ones.
-``ONEDNN_VERBOSE=1`` prints what runs.
+``ONEDNN_VERBOSE=1`` prints the kernels that run.
 """
 
 from __future__ import annotations

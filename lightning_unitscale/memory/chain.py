@@ -147,7 +147,7 @@ def choose_options(
 
 
 def _improving(saved: Ints, seconds: Floats) -> Ints:
-    """Return the states, by ascending bytes, that are faster than all that save fewer."""
+    """Return the states, by ascending bytes, that are faster than all states with fewer bytes."""
     order = np.argsort(saved, kind="stable")
     best = np.minimum.accumulate(seconds[order])
     kept = order[np.concatenate([[True], best[1:] < best[:-1] - 1e-12])[: len(order)]]
@@ -163,7 +163,7 @@ def _improving(saved: Ints, seconds: Floats) -> Ints:
 
 @dataclass(frozen=True)
 class _RunProblem:
-    """A run of blocks as a problem of its own."""
+    """A run of blocks as a separate problem."""
 
     problem: RematProblem  # the run's nodes, its inputs, and readers of values that others read
     positions: Ints  # place of each node among the run's nodes, -1 for the others

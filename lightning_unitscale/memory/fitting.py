@@ -49,7 +49,7 @@ class Fit:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """Return what a cheaper one has less of: ranks, added time, microbatches."""
+        """Return the costs to compare, in this order: ranks, added time, microbatches."""
         return self.num_shards, self.extra_seconds, self.num_microbatches
 
 

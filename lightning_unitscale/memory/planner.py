@@ -71,7 +71,7 @@ class Planner:
 
     @cached_property
     def default(self) -> RematPlan:
-        """Return the plan that keeps all that the backward pass reads and recomputes only views."""
+        """Return the plan that keeps all values of the backward pass, and recomputes views."""
         problem = self.problem
         views = (problem.base != np.arange(len(problem))) | (problem.num_bytes == 0)
         # Tuples are saved item by item. Values that a user's checkpoint tags cannot be saved.

@@ -94,7 +94,7 @@ def stepping_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _temporary_bytes(optimizer: Optimizer) -> int:
-    """Run the optimizer's step on fake parameters, and return its peak beyond what was there."""
+    """Run the optimizer's step on fake parameters, and return its additional peak."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     trained = [param for param in params if param.requires_grad]
     if not trained:
@@ -149,7 +149,7 @@ class PeakMeter:
             self._profile.__enter__()
 
     def mark(self, alive: Any, *, beside: int = 0) -> None:
-        """Start to measure, with the tensors in ``alive`` and ``beside`` further bytes alive."""
+        """Start to measure, with the tensors in ``alive`` and ``beside`` more bytes alive."""
         self._alive = storage_bytes(alive) + beside
         self._begin_part()
 

@@ -108,7 +108,7 @@ def check_schedule(budget: Budget, schedule: Schedule) -> None:
 
 
 def needs_whole_step(steps: ModuleSteps) -> bool:
-    """Check whether callbacks rewrite the whole step. Others only scale or watch what runs."""
+    """Check whether callbacks rewrite the whole step. Others scale or measure its tensors."""
     return steps.changes_function or steps.partition_fn is not None
 
 

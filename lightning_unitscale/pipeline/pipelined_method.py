@@ -286,7 +286,7 @@ class PipelinedStep(PipelinedMethod):
             for graph_pass in self.steps.passes:
                 graph_pass.before_step(self.module)
             inputs = graph.inputs(calls)
-            # Before any memory is freed: a refused budget leaves the module as it is.
+            # Before any memory is freed: a refused budget leaves the module unchanged.
             planned = self._planned(graph, inputs[0])
             with self._cut_context():
                 outputs = self.run(graph, inputs, planned=planned)

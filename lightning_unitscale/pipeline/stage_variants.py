@@ -1,4 +1,4 @@
-"""Make what runs in place of a rank's stages: with probes, or within a memory budget.
+"""Make variants of a rank's stages: with probes, or within a memory budget.
 
 A graph is rewritten before it is cut and probed afterwards. So the records of a probe stay on the
 rank that runs the stage. Every tensor is probed in one stage. For a batch or a buffer it is the

@@ -129,7 +129,7 @@ def metering(
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     own: SimulateFormat | FP8Linears | None = None,
 ) -> Iterator[Meter]:
-    """Yield a meter of a module's step. Within it the module has a session of its own."""
+    """Yield a meter of a module's step. Within it the module has its own session."""
     check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     method = method or (_TRAINING_STEP if hasattr(module, _TRAINING_STEP) else "forward")
     batch = _with_index(getattr(module, method), batch)

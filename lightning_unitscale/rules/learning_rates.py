@@ -188,7 +188,7 @@ def muon_rate(info: ParameterInfo, shape: Sequence[int], adjust_lr_fn: str | Non
     ``sqrt(fan_out / fan_in)``. The graph multiplies a stored hidden weight by ``fan_in**-0.5``, so
     its step must have norm ``sqrt(fan_out)``, and that of the readout ``sqrt(fan_in * fan_out)``.
     Muon's orthogonalized step has norm 1, times a factor of its own for the stored shape, which is
-    divided out. So a rate means what it means for a square weight of the unscaled model.
+    divided out. So a rate has the meaning that it has for a square weight of the unscaled model.
 
     Unlike Adam's it does not depend on the number of residual branches ``L``. Steps of all branches
     point the same way at first, so one step changes the loss by ``L**0.5`` times as much. A factor

@@ -1,4 +1,4 @@
-"""Apply the decided factors to a graph in a pass, and report what it covered."""
+"""Apply the decided factors to a graph in a pass, and report its coverage."""
 
 from __future__ import annotations
 

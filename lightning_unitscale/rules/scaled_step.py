@@ -99,7 +99,7 @@ class ScaledStep:
         self._factors.clear()
 
     def remove(self) -> None:
-        """Let the optimizer step by itself again. A second call does nothing."""
+        """Restore the optimizer's own step. A second call does nothing."""
         for handle in self._removers:
             handle.remove()
         self._removers = []

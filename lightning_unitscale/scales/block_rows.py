@@ -1,4 +1,4 @@
-"""Count what block formats lose of a tensor, from whole blocks of a sample of it.
+"""Count the losses of a tensor to block formats, from whole blocks of a sample of it.
 
 Blocks lie along one dimension, the one that the matmul sums over. If that is not the order of
 memory, only the elements of the sampled blocks are gathered, so the tensor is never copied.

@@ -17,7 +17,7 @@ consist of rounding errors are not compared: a bias gradient whose terms cancel,
 it updates.
 
 A bias gradient whose terms cancel in part has a larger relative error than its terms.
-Functions with kinks, such as ReLU, have gradients that jump, with errors of their own.
+Gradients of functions with kinks, such as ReLU, jump. This adds another error.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lightning_unitscale.formats import E5M2
 from lightning_unitscale.scales.layout import Direction
 from lightning_unitscale.tensorboard.run_pair import Doubles, PairHistory, RunPair
 
-# Relative difference of what is equal in exact numbers: another order of sums, a perturbation of
-# 1e-6 that many operations have amplified.
+# Relative difference of values that are equal in exact arithmetic: another order of sums, or a
+# perturbation of 1e-6 that many operations have amplified.
 _FLOOR: Final = 2e-3
 _ROUNDING: Final[dict[Direction, float]] = {"forward": 0.6, "backward": 1.2}
 # Master weights are rounded to the type of the step at most.
@@ -45,7 +45,7 @@ _OF_SHAPE: Final = 9.2
 # That is a relative error of sqrt(e) in its gradient. After an optimizer's step e is that of the
 # parameters, since Adam divides each gradient by its size.
 _MOVED: Final = 3e-3
-# The same for what a tensor has moved since the last sample.
+# The same for the change of a tensor since the last sample.
 _OF_DRIFT: Final = 1.4
 _KINKED: Final = frozenset({
     "relu", "relu6", "leaky_relu", "prelu", "hardtanh", "hardswish", "hardsigmoid", "abs", "clamp",
@@ -189,7 +189,7 @@ def _of_kinks(pair: RunPair, history: PairHistory, direction: Direction) -> Doub
 
 @dataclass(frozen=True, eq=False)
 class _Difference:
-    """One kind of difference of all pairs, what rounding explains, and the values behind it."""
+    """One kind of difference of all pairs, the part from rounding, and the values."""
 
     amount: Doubles  # (T, P)
     rounding: Doubles  # (T, P)
@@ -227,7 +227,7 @@ def _with_floor(
     rms = history.log2_rms
     around = pair.inputs if direction == "forward" else pair.readers
     floors = floors.copy()
-    # Where one run has zeros, the other may have the rounding of what it computes them from.
+    # Where one run has zeros, the other may have rounding errors of their inputs.
     for t, k in np.argwhere(np.isneginf(rms).any(axis=0)):
         read = rms[:, t, list(around[k])]
         if read.size and np.isfinite(read).any():

@@ -22,11 +22,11 @@ from lightning_unitscale.tensorboard.run_pair import Doubles, RunPair
 
 # From this share of its chance on, the input of a tensor that is off counts as off too.
 _SUSPICIOUS: Final = 0.5
-# And from this share of what the tensor is off by.
+# And from this share of the tensor's own excess.
 _SUSPICIOUS_SHARE: Final = 1 / 3
 _LARGE: Final = 3.0
 _CLEAR: Final = 2.0
-# More of the parameters than these are not off by a fault of their own.
+# If more parameters than this share are off, they are not the cause.
 _FEW_PARAMETERS: Final = 1 / 3
 
 
@@ -39,7 +39,7 @@ class Divergence:
     module: str | None = None
     tensor: str | None = None
     direction: Direction | None = None
-    inherited: tuple[str, ...] = ()  # what it is computed from and was off already
+    inherited: tuple[str, ...] = ()  # its inputs that were off already
     log2_rms: tuple[float | None, float | None] | None = None  # in either run
     chance: float | None = None  # the difference of log2 RMS that counts as chance
     text: str = ""  # for the report only
@@ -154,13 +154,13 @@ def _order(pair: RunPair, direction: Direction) -> Sequence[int]:
 
 
 def _read(pair: RunPair, direction: Direction, k: int) -> tuple[int, ...]:
-    """Return what a value, or a gradient, is computed from."""
+    """Return the inputs of a value, or of a gradient."""
     return pair.inputs[k] if direction == "forward" else pair.readers[k]
 
 
 def _module(pair: RunPair, direction: Direction, k: int, excess: Doubles) -> str:
     """Return the module at fault: that of the tensor, or of the matmul whose gradients are off."""
-    # A matmul is at fault if the gradients of all that it multiplies are off, and its own is not.
+    # A matmul is at fault if the gradients of its operands are off, but not that of its result.
     if direction == "backward":
         for reader in pair.readers[k]:
             # Another reader may have made the gradient of a shared operand wrong.
@@ -181,7 +181,7 @@ def _report(
     row = one.row(step)
     assert row is not None
     module = _module(pair, direction, k, one.excess[row])
-    if pair.pairs[k].is_rewired:  # neither of the two is wrong, but what reads it
+    if pair.pairs[k].is_rewired:  # neither of the two is wrong, but their reader
         k, module = pair.rewired(k)
     excess, found = one.excess[row], pair.pairs[k]
     inherited = tuple(

@@ -164,7 +164,7 @@ def use_fast_checksums(file_writer: Any) -> bool:
             # The file's thread reads the attribute for every record.
             worker._record_writer = FastRecordWriter(current._writer)
     except AttributeError as error:
-        _log.info("Event file: checksums stay slow, %s", error)
+        _log.info("Event file: checksums are computed in Python, which is slow: %s", error)
         return False
     return isinstance(worker._record_writer, FastRecordWriter)
 

@@ -68,12 +68,12 @@ class PairHistory:
     is_of_parts: npt.NDArray[np.bool_]
     # Spacing of the numbers near 1 in the coarsest format; NaN if a run has not recorded it.
     spacing: float
-    # Whether only one run has it, although both have what reads it, (T, P).
+    # Whether only one run has it, although both have its reader, (T, P).
     is_lone: npt.NDArray[np.bool_]
 
 
 class RunPair:
-    """The tensors of two runs in execution order, with what they read."""
+    """The tensors of two runs in execution order, with their inputs."""
 
     def __init__(self, a: RunScales, b: RunScales) -> None:
         self.runs = a, b
@@ -187,7 +187,7 @@ class RunPair:
     def rewired(self, k: int) -> tuple[int, str]:
         """Return the pair that reads another tensor in either run, and the module that decides so.
 
-        It contains the reader and, as far as possible, what is read.
+        It contains the reader and, as far as possible, its inputs.
         """
         pair = self.pairs[k]
         place = next(j for j, each in enumerate(self.pairs) if each.names == (pair.reader,) * 2)
@@ -279,7 +279,7 @@ class RunPair:
         return tuple(sorted(pairs, key=lambda pair: self._order[pair.name]))
 
     def _stand_ins(self, a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:
-        """Pair what a tensor reads in one run only, with the closest values together."""
+        """Pair the inputs of a tensor that only one run has, with the closest values together."""
         if not a or len(a) != len(b) or len(a) > _MOST_STAND_INS:
             return []
         choices = [list(zip(a, order, strict=True)) for order in itertools.permutations(b)]
@@ -295,7 +295,7 @@ class RunPair:
     def _pair(self, names: tuple[str, str], reader: str, latest: Sequence[set[str]]) -> TensorPair:
         a, b = names
         name = b if b not in latest[0] else a
-        # The files of a compiled run do not show what reads a tensor.
+        # The files of a compiled run do not show the readers of a tensor.
         facts = [own[name] for own in self._about if name in own]
         is_source, is_operand, is_matmul = (any(own[k] for own in facts) for k in (1, 2, 3))
         both = a in latest[1] and b in latest[0]
@@ -328,7 +328,7 @@ def _farthest(
 ) -> npt.NDArray[np.float32]:
     """Return the largest share that one has above a power of two and the other not above its half.
 
-    Elements on a power of two may be in either bin, so only what is farther counts. Exponents below
+    Elements on a power of two may be in either bin, so only larger distances count. Exponents below
     the ``first`` one of each step do not count.
     """
     farther = np.maximum(a[:, :-1] - b[:, 1:], b[:, :-1] - a[:, 1:])

@@ -276,7 +276,7 @@ def write_precision(experiment: Any, text: str, page: Mapping[str, Any], step: i
     """Write a precision report: as text for the Text dashboard, and its tables for our pages."""
     file_writer = experiment._get_file_writer()
     if file_writer is not None:
-        # Markdown shows an indented text as it is.
+        # Markdown shows an indented text verbatim.
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         experiment.add_text(f"{NAMESPACE}/precision", indented, step)
         _add_text(file_writer, schema.PRECISION_TAG, json.dumps({**page, "text": text}), step)
