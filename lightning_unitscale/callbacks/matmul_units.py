@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from typing_extensions import override
 
 from lightning_unitscale.arguments import shown
-from lightning_unitscale.callbacks.distributed import joint_late, joint_measured, joint_reasons
+from lightning_unitscale.callbacks.distributed import (
+    joint_late,
+    joint_measured,
+    joint_reasons,
+    pipeline_of,
+)
 from lightning_unitscale.callbacks.explanation import (
     CountedSteps,
     Explanation,
@@ -18,6 +23,7 @@ from lightning_unitscale.callbacks.explanation import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.loops.ranks import any_rank, is_distributed
+from lightning_unitscale.matmuls.computations import Exemption, unmatched_exemptions
 from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
 from lightning_unitscale.matmuls.gauge import Gauge
@@ -97,6 +103,7 @@ class MatmulUnits(LoopCallback):
     ) -> None:
         # True once a training step has been measured, in this fit or before.
         self.is_calibrated = False
+        self._has_forward = False  # whether only its forward pass has been measured
         self._events = UnitEvents()
         self._schedule = schedule
         self._simulation = simulation
@@ -128,7 +135,7 @@ class MatmulUnits(LoopCallback):
         """Scale the matmuls of a loop's module."""
         if is_other:
             self.leave()
-            self._units, self.is_calibrated = Units(), False
+            self._units, self.is_calibrated, self._has_forward = Units(), False, False
             self.counted = CountedSteps(self._option)
             if self._fp8 is not None:
                 self._fp8.forget()
@@ -290,10 +297,13 @@ class MatmulUnits(LoopCallback):
         if not self.is_calibrated:
             if any_rank(bool(measurement.matmuls)):
                 session.adopt(measurement)
-                # A batch whose loss needs no gradient measures only the forward pass.
-                self.is_calibrated = any_rank(measurement.has_backward)
+                # A batch whose loss needs no gradient measures only the forward pass. If the next
+                # one does too, all matmuls are frozen.
+                has_backward, is_second = any_rank(measurement.has_backward), self._has_forward
+                self.is_calibrated, self._has_forward = has_backward or is_second, True
                 units.is_looking = False
-                self._events.new_units(len(units.gauge), when, {})
+                if has_backward or not is_second:
+                    self._events.new_units(len(units.gauge), when, {})
             return
         # Tensors without a unit get one, even if the other units stay.
         self._events.late_units(session.adopt(measurement.beyond(units.gauge)), when)
@@ -314,6 +324,14 @@ class MatmulUnits(LoopCallback):
             measured, self._agreement.is_open = joint_late(units.received(), units.lacking)
             self._events.late_units(session.adopt(measured), self._when)
             self._events.unrepresentable(_left_out(session), self._when)
+
+
+def unmatched(matmuls: MatmulUnits, exempt: Iterable[Exemption]) -> list[str]:
+    """Return warnings about exemptions that match no matmul."""
+    trainer = getattr(matmuls._loop, "trainer", None)
+    if trainer is not None and pipeline_of(trainer) is not None:
+        return []  # this rank has only its own stages
+    return unmatched_exemptions(exempt, matmuls._units.sites.values())
 
 
 def _left_out(session: MatmulSession, *, readmits: bool = False) -> list[Unrepresentable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,6 +86,8 @@ class PrecisionReports:
         assert self._options is not None
         self._chosen_at = step
         chosen = report.smallest_exemption(self._options.max_damage)
+        if not math.isfinite(report.loss):  # of this batch, which measures nothing
+            chosen = self._chosen or ()
         # All ranks leave out the union of their exemptions.
         (joint,) = joint_reasons({f"{name}|{what}": MEASURED for name, what in chosen})
         self.exempt([tuple(each.rsplit("|", 1)) for each in sorted(joint)])

@@ -18,7 +18,7 @@ from lightning_unitscale.callbacks.distributed import refuse_distributed_tensors
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.lightning_steps import StepsCallback, captures_steps, enter
-from lightning_unitscale.callbacks.matmul_units import MatmulUnits, RecalibrationSchedule
+from lightning_unitscale.callbacks.matmul_units import MatmulUnits, RecalibrationSchedule, unmatched
 from lightning_unitscale.callbacks.memory_budget import (
     budget_claim,
     compile_claims,
@@ -298,10 +298,12 @@ class UnitScaleCallback(StepsCallback):
         self._matmuls.end_batch()
         if self._is_checked:
             return
-        unmatched = [] if self._rules is None else self._rules.rules.unmatched()
+        texts = [] if self._rules is None else self._rules.rules.unmatched()
         if self.precision is not None and self._fp8 is not None:
-            unmatched += self.precision.unmatched(self._fp8)
-        for text in unmatched:
+            texts += self.precision.unmatched(self._fp8)
+        if (options := self.precision or self.simulate) is not None:
+            texts += unmatched(self._matmuls, options.exempt)
+        for text in texts:
             rank_zero_warn(f"UnitScaleCallback: {text}")
         self._is_checked = True
 

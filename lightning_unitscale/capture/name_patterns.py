@@ -50,13 +50,13 @@ class NamePatterns:
             self._note(names)
         if not self.include and not self.exclude:
             return True
-        if _any_matches(self.exclude, names):
+        if any_matches(self.exclude, names):
             return False
-        return not self.include or _any_matches(self.include, names)
+        return not self.include or any_matches(self.include, names)
 
     def why_not(self, *names: str) -> str:
         """Return why :meth:`match_names` refuses these names, or an empty text."""
-        if _any_matches(self.exclude, names):
+        if any_matches(self.exclude, names):
             return EXCLUDED
         return "" if self.match_names(*names) else NOT_INCLUDED
 
@@ -80,19 +80,24 @@ class NamePatterns:
         self._unmatched = [
             (argument, pattern)
             for argument, pattern in self._unmatched
-            if not _any_matches((pattern,), new)
+            if not any_matches((pattern,), new)
         ]
 
     def _meant(self, pattern: str) -> str | None:
         """Suggest a module without its tensors, a word without its path, or a corrected name."""
         for wider in (f"{pattern}.*", f"*.{pattern}", f"*{pattern}*"):
-            if _any_matches((wider,), tuple(self._names)):
+            if any_matches((wider,), tuple(self._names)):
                 return wider
         return nearest(pattern, self._names)
 
 
-def _any_matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+def any_matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    """Check whether a name matches a glob, or is the glob: a name may contain its characters."""
+    return any(
+        name == pattern or fnmatch.fnmatchcase(name, pattern)
+        for pattern in patterns
+        for name in names
+    )
 
 
 def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -6,12 +6,12 @@ kernel of an attention computes all of its gradients at once, as one computation
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from lightning_unitscale.arguments import shown
+from lightning_unitscale.capture.name_patterns import NamePatterns, any_matches
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 
 Computation = Literal["forward", "input_gradient", "weight_gradient"]
@@ -76,10 +76,17 @@ class Exemptions:
     def covers(self, site: Site, *computations: Computation) -> bool:
         """Check whether any of these computations of a matmul is left out."""
         return any(
-            computation in computations
-            and any(fnmatch.fnmatchcase(name, pattern) for name in (site.name, site.module))
+            computation in computations and any_matches((pattern,), (site.name, site.module))
             for pattern, computation in self._exempt
         )
+
+
+def unmatched_exemptions(exempt: Iterable[Exemption], sites: Iterable[Site]) -> list[str]:
+    """Return warnings about globs that match none of some matmuls."""
+    patterns = NamePatterns(include=[pattern for pattern, _ in exempt])
+    for site in sites:
+        patterns.match_names(site.name, site.module)
+    return [text.replace("include=", "exempt=", 1) for text in patterns.take_unmatched()]
 
 
 def checked_exempt(exempt: Any) -> tuple[Exemption, ...]:

@@ -374,4 +374,4 @@ class TogetherPass:
 
 def relative(error: float, size: float) -> float:
     """Return the ratio of two norms, from their squares."""
-    return math.sqrt(max(error, 0.0) / size) if size > 0.0 else 0.0
+    return math.sqrt(max(error, 0.0) / size) if size else 0.0

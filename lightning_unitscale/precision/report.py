@@ -32,7 +32,8 @@ class LedgerRow:
         inherited: Relative error that comes from its operands if all computations are rounded.
         loss_change: The damage of rounding only this computation: the predicted change of the
             step's loss, or for a gradient the error of the whole gradient relative to its norm.
-            ``None`` for a matmul that no format can reach.
+            ``None`` for a matmul that no format can reach, and for a forward matmul before all
+            trained parameters, since no gradient arrives there.
         lasting: The part of the damage that stays on average over many steps: the second order of
             the loss and, on a moving grid, the mean of its first order over several positions.
         flops: Its FLOPs.
@@ -202,8 +203,8 @@ class PrecisionReport:
         )
         rest = [self.remainder(each).loss_change for each in self.formats]
         return {
-            "matmuls": [{name: getattr(row, name) for name in names} for row in self.rows],
-            "remainder": max(rest, key=abs),
+            "matmuls": [{name: _finite(getattr(row, name)) for name in names} for row in self.rows],
+            "remainder": _finite(max(rest, key=abs)),
             "exempt": [list(each) for each in (*self.exempt, *self.smallest_exemption())],
         }
 
@@ -282,10 +283,14 @@ def check_share(name: str, share: object) -> None:
 
 def _cheapest(rows: Sequence[LedgerRow], share: float) -> list[Exemption]:
     # Errors of the gradient add up as squares.
-    damages = {row: max(row.lasting, 0.0) if row.is_forward else row.lasting**2 for row in rows}
+    damages = {
+        row: max(row.lasting, 0.0) if row.is_forward else row.lasting**2
+        for row in rows
+        if math.isfinite(row.lasting)
+    }
     left, wanted = sum(damages.values()), share * sum(damages.values())
     chosen = []
-    for row in sorted(rows, key=lambda row: -damages[row] / max(row.flops, 1)):
+    for row in sorted(damages, key=lambda row: -damages[row] / max(row.flops, 1)):
         if left <= wanted or damages[row] == 0.0:
             break
         left -= damages[row]
@@ -294,4 +299,11 @@ def _cheapest(rows: Sequence[LedgerRow], share: float) -> list[Exemption]:
 
 
 def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.2g} %"
+    if value is None:
+        return ""
+    return f"{100 * value:.0f} %" if value > 0.1 else f"{100 * value:.2g} %"
+
+
+def _finite(value: Any) -> Any:
+    """Return a value that JSON has: ``None`` for NaN and infinities."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,7 +10,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_unitscale import FP8, RematCallback, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import FP8, RematCallback, ScaleMonitor, Simulate, UnitScaleCallback
 from lightning_unitscale.callbacks.explanation import Explanation, Table, units_table
 from lightning_unitscale.formats import FP16
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
@@ -129,6 +129,16 @@ def test_what_fp8_is_to_exclude_and_is_not_there() -> None:
     # The usual names of a readout are no mistake.
     texts = _warned([UnitScaleCallback(precision="fp8")], _classify)
     assert not any("matches nothing" in text for text in texts)
+
+
+@pytest.mark.parametrize("option", ["precision", "simulate"])
+def test_exemptions_that_match_nothing(option: str) -> None:
+    exempt = [("blocks.0", "forward"), ("blocks.1.*", "forward")]
+    options = FP8(exempt=exempt) if option == "precision" else Simulate(exempt=exempt)
+    texts = _warned([UnitScaleCallback(**{option: options})], _classify)
+    (text,) = [text for text in texts if "matches nothing" in text]
+    assert text.startswith("UnitScaleCallback: exempt='blocks.0': matches nothing. ")
+    assert "such as 'blocks.0.*'" in text
 
 
 def _rectify(x: Tensor, approximate: str = "none") -> Tensor:

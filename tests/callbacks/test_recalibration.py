@@ -305,3 +305,24 @@ def test_operands_are_at_unit_scale() -> None:
     stored = snapshot.log2_rms("backward", stored=True)[place]
     assert abs(stored) <= 0.75
     assert snapshot.log2_rms("forward", stored=False)[place] < math.log2(1.0)
+
+
+class Probed(Regression):
+    """A frozen regression whose result is scaled by a trained number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(x)
+
+
+def test_frozen_matmuls_are_measured_at_the_first_batch() -> None:
+    """Their gradients are never measured."""
+    callback = UnitScaleCallback(simulate="fp8")
+    run(Probed, [callback], max_steps=6)
+    lines = [line for line in str(callback.explain()).splitlines() if "New units" in line]
+    assert lines == ["New units for 4 tensors at the first batch"]
+    assert len(callback.state_dict()["gauge"]) == 4

@@ -1,6 +1,7 @@
 """Precision reports: predictions against measurement, and a module that stays as it is."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -411,6 +412,35 @@ def test_a_module_keeps_a_method_named_log():
 
     report = precision_report(Likelihood(), torch.randn(4, 16), directions=1, pairs=1)
     assert report.loss > 0.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_report_of_a_nan_states_no_numbers():
+    layer, x = nn.Linear(16, 16), torch.full((4, 16), math.nan)
+    report = precision_report(layer, x, loss=lambda y: y.square().mean(), directions=1, pairs=1)
+    found = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert {row["loss_change"] for row in found["matmuls"]} == {None}
+    assert {row["added"] for row in found["matmuls"]} == {None}
+    assert found["remainder"] is None and found["exempt"] == []
+
+
+def test_names_with_characters_of_globs_can_be_exempt():
+    layers = nn.ModuleDict({"[x]*": nn.Linear(16, 16)})
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers["[x]*"](x).square().mean()
+
+    options = {"directions": 1, "pairs": 1}
+    report = precision_report(Step(), torch.randn(4, 16), **options)
+    chosen = report.smallest_exemption(0.0)
+    assert len(chosen) == 2
+    without = precision_report(Step(), torch.randn(4, 16), exempt=chosen, **options)
+    assert without.together["E4M3FN"].gradient_error == 0.0
 
 
 def test_wrong_arguments_are_refused():
