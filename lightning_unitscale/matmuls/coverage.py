@@ -106,14 +106,15 @@ class Coverage:
         if not self.counts:
             return f"{self.without_format()}{NO_MATMUL}"
         rounded = self.num_in_format
-        how = "scaled" if self.has_units else "rounded to a format"
+        format = self.format or "a format"
+        how = "scaled" if self.has_units else f"in {format}"
         text = (
             f"{self.num_in_units} of {self.num_matmuls} matmuls {how} "
             f"({percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
         )
         if rounded and self.has_units:
             share = percent(self.fraction_of_flops("format"))
-            text += f", {rounded} of them rounded to a format ({share})"
+            text += f", {rounded} of them in {format} ({share})"
         reasons = [f"{percent(share)} unscaled: {why}" for why, share in self.reasons.items()]
         reasons += [
             f"{percent(share)} outside {self.format}: {why}"

@@ -84,11 +84,12 @@ class PipelinePlan:
         lines = [
             self.only,
             tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True),
-            "forward, backward and sent: of one microbatch; saved at most: of those in flight",
-            f"step {_milliseconds(self.timeline.seconds)} (estimated), bubble "
-            f"{self.timeline.bubble:.1%} of it; slowest stage {self.imbalance:.3f} times the mean",
-            f"at best: step {_milliseconds(self.ideal_seconds)} by equal stages that send nothing; "
-            f"slowest stage {self.least_imbalance:.3f} times the mean by the largest operation",
+            "forward, backward, sent: for one microbatch; saved at most: for those in flight",
+            f"estimated step: {_milliseconds(self.timeline.seconds)}, of which the bubble is "
+            f"{self.timeline.bubble:.1%}; equal stages that send nothing would take "
+            f"{_milliseconds(self.ideal_seconds)}",
+            f"slowest stage: {self.imbalance:.3f} times the mean; the largest operation allows no "
+            f"less than {self.least_imbalance:.3f}",
             self.timeline.picture(),
         ]
         return "\n".join(filter(None, lines))

@@ -213,7 +213,7 @@ def test_every_step_has_its_line_in_explain() -> None:
     assert callback.coverage == Coverage()
     run(Evaluated, [callback], max_steps=4, entry_options={"val_dataloaders": loader(4)})
     lines = callback.explain().splitlines()
-    share = "matmuls scaled (100 % of their FLOPs), {} of them rounded to a format (100 %)"
+    share = "matmuls scaled (100 % of their FLOPs), {} of them in a simulated format (100 %)"
     assert f"training_step: 5 of 5 {share.format(5)}" in lines
     assert f"validation_step: 2 of 2 {share.format(2)}" in lines
     # The property is that of training, whichever ran last.

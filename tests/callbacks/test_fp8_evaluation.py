@@ -87,7 +87,7 @@ def test_evaluation_in_fp8() -> None:
     assert 1e-5 < abs(losses[1] / losses[0] - 1) < 0.05
     lines = [text.splitlines() for text in texts]
     rows = [next(row for row in found if row.startswith("validation_step")) for found in lines]
-    assert "rounded to a format" not in rows[0] and "rounded to a format" in rows[1]
+    assert "in FP8" not in rows[0] and "in FP8" in rows[1]
     assert "checkpoint" not in texts[1]
 
 

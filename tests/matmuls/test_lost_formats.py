@@ -109,7 +109,7 @@ def test_a_captured_module_beside_others_of_the_same_class(
 def test_matmuls_between_captured_graphs() -> None:
     module, plain = compile(fp8_linears(Between())), Between()
     assert _is_rounded(module, plain, _x(4))
-    assert "8 of 8 matmuls rounded to a format" in module.explain()  # type: ignore[operator]
+    assert "8 of 8 matmuls in FP8" in module.explain()  # type: ignore[operator]
 
 
 def test_a_shape_that_comes_later_is_warned_of_in_its_call() -> None:

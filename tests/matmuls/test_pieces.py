@@ -162,7 +162,7 @@ def test_what_is_told_of_a_step() -> None:
     counter.add("", "plain", "a kernel of distances", 5)
     coverage = counter.result()
     assert coverage.line() == (
-        "2 of 3 matmuls scaled (95 % of their FLOPs), 1 of them rounded to a format (35 %); "
+        "2 of 3 matmuls scaled (95 % of their FLOPs), 1 of them in a format (35 %); "
         "5 % unscaled: a kernel of distances"
     )
     assert coverage.shortfall() == "" and coverage.uncovered_modules() == ("the step itself",)
@@ -171,7 +171,7 @@ def test_what_is_told_of_a_step() -> None:
     site_plain["forward"] = "terms below"
     assert "Unscaled matmuls are in up, the step itself" in counter.result().shortfall()
     alone = counter.result(has_units=False)
-    assert alone.line().startswith("1 of 3 matmuls rounded to a format (35 % of their FLOPs);")
+    assert alone.line().startswith("1 of 3 matmuls in a format (35 % of their FLOPs);")
 
 
 def test_what_is_left_out_is_no_shortfall() -> None:
@@ -180,4 +180,4 @@ def test_what_is_left_out_is_no_shortfall() -> None:
     counter.add("down", "format", "", 40)
     coverage = counter.result(has_units=False)
     assert coverage.shortfall() == ""
-    assert coverage.line() == "1 of 2 matmuls rounded to a format (40 % of their FLOPs)"
+    assert coverage.line() == "1 of 2 matmuls in a format (40 % of their FLOPs)"

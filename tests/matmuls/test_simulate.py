@@ -217,7 +217,7 @@ def test_include_and_exclude() -> None:
         expected = ["down (its name is excluded)"] if "exclude" in options else []
         assert [str(one.message).rpartition(": ")[2] for one in caught] == expected
         done = simulated.explain()
-        assert "3 of 6 matmuls rounded to a format (50 % of their FLOPs)" in done
+        assert "3 of 6 matmuls in a simulated format (50 % of their FLOPs)" in done
         assert "Operands rounded to E4M3FN, gradients to E5M2 (nearest)" in done
         del simulated  # the kernels of matmuls are watched from below in the next turn
         rows = [line.split() for line in done.splitlines()]
@@ -231,7 +231,7 @@ def test_nothing_arrives_without_a_gradient() -> None:
     simulated = simulate_fp8(module)
     with torch.no_grad():
         output = simulated(a)
-    assert "1 of 1 matmuls rounded" in simulated.explain()
+    assert "1 of 1 matmuls in a simulated format" in simulated.explain()
     weight = quantize(module.weight.detach(), "E4M3FN")
     assert_same_bits(output, F.linear(quantize(a, "E4M3FN"), weight, module.bias.detach()))
 
