@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment of its own, made on the first call; `make help` lists it all.
+# All targets run in a virtual environment, which the first call creates. `make help` lists them.
 
 VENV ?= .venv
 # The first interpreter that is new enough, unless one is given: make PYTHON=python3.12
@@ -7,21 +7,21 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 PIP_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Of `make gpu`: names of steps, and options, such as --minutes 9. With WHEELS=folder nothing is
-# fetched: the steps run by $(PYTHON) as it is, with wheels from there of what it lacks.
+# For `make gpu`: names of steps, and options, such as --minutes 9. With WHEELS=folder, nothing is
+# downloaded: the steps run with $(PYTHON), and missing packages come from the wheels in that folder.
 STEPS ?=
 GPU_ARGS ?=
 WHEELS ?=
-# Processes that run tests side by side; files are not divided, and those with slow tests come first.
+# Number of processes that run tests. Files are not divided, and those with slow tests come first.
 TEST_WORKERS ?= 2
 BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training operator_bits architectures architecture_steps rule_coverage rule_transform_cost best_rates lr_transfer low_precision_gradients low_precision_training fp8_roofline zero_at_first memory_prediction remat_pareto offload planning_time pipeline_bubble pipeline_balance pipeline_scale
 
-# Some images set it. Each process that is started here would then compile the whole package anew.
+# Some images set this variable. Each process would then compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-# A stamp is younger than what it was installed from, so that a second call installs nothing.
+# A stamp file is newer than the files that it was installed from, so a second call installs nothing.
 INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_ALL := $(VENV)/.installed-all
 INSTALLED_GPU := $(if $(WHEELS),,$(INSTALLED_ALL))
@@ -99,14 +99,14 @@ clean: ## remove the virtual environment and the files of tools
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found; name one with make PYTHON=..." >&2; exit 1; }
-	@# Debian packages venv apart from Python; a half-made environment would hide that next time.
+	@# On Debian, venv is a separate package. An incomplete environment would hide that next time.
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(INSTALLED_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[cli]'
 	@touch $@
 
-# Everything includes what the demo needs.
+# This includes the packages of the demo.
 $(INSTALLED_ALL): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[cli,dev,docs,bench]'
 	@touch $(INSTALLED_DEMO) $@

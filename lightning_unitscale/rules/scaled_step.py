@@ -276,7 +276,7 @@ _SMALL_RATE = 2.0**-6
 def rate_notes(
     optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
 ) -> list[str]:
-    """Return warnings about the rates of an optimizer, or none if all is as expected."""
+    """Return messages about unusual rates of an optimizer."""
     name = type(optimizer).__name__
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(param in infos for param in parameters):
