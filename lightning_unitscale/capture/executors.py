@@ -36,7 +36,7 @@ from lightning_unitscale.capture.graph_nodes import (
     requires_grad,
 )
 from lightning_unitscale.capture.held_inputs import hold_inputs
-from lightning_unitscale.capture.patches import drop_inference_mode
+from lightning_unitscale.capture.patches import LETS_TRAIN, drop_inference_mode
 from lightning_unitscale.scales.statistics import join_rows
 
 Executor = Literal["eager", "aot_eager", "inductor"]
@@ -255,18 +255,24 @@ def refuse_checkpoints(graph_module: fx.GraphModule, inputs: Sequence[GraphInput
         for node, described in zip(placeholders, inputs, strict=True)
         if described.kind in ("parameter", "buffer")
     }
+    trained: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
-        if is_checkpoint(node) and (reason := _why_not_kept(graph_module, node, own)):
+        is_kept = op_name(node) != "detach" and not trained.isdisjoint(node.all_input_nodes)
+        if LETS_TRAIN in node.meta or requires_grad(node) or is_kept:
+            trained.add(node)
+        if is_checkpoint(node) and (reason := _why_not_kept(graph_module, node, own, trained)):
             line = line_of(node)
             where = f" at {line[0]}:{line[1]}" if line else ""
             raise CheckpointNotKept(f"the checkpoint{where} {reason}")
 
 
-def _why_not_kept(graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node]) -> str:
+def _why_not_kept(
+    graph_module: fx.GraphModule, node: fx.Node, own: set[fx.Node], trained: set[fx.Node]
+) -> str:
     body: Any = node.args[0]
     region = getattr(graph_module, str(body.target)).graph
     given = [argument for argument in node.all_input_nodes if argument not in own | {body}]
-    if node.kwargs.get("use_reentrant") and not any(map(requires_grad, given)):
+    if node.kwargs.get("use_reentrant") and trained.isdisjoint(given):
         return "is reentrant and none of its inputs needs a gradient, so it has no gradients"
     roots = memory_roots(region)
     writes = (

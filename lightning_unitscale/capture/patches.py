@@ -190,6 +190,7 @@ _HINTS = (
 # Hooks of transformers and peft on a frozen embedding, which give the checkpointed blocks behind it
 # gradients. Blocks inside the same graph have them anyway. Dynamo breaks at ``requires_grad_``.
 _LETS_CHECKPOINTS_TRAIN = frozenset({"make_inputs_require_grad", "make_inputs_require_grads"})
+LETS_TRAIN = "lets_train"  # set on the tensor of such a hook: reentrant checkpoints behind it train
 # The code of whole steps. Equal code objects are the same for the set.
 _STEPS: weakref.WeakSet[CodeType] = weakref.WeakSet()
 # Methods of loggers that return a value. All others only write.
@@ -227,6 +228,7 @@ def quiet_libraries() -> Iterator[None]:
         is_hint = getattr(fn, "name", "") == "requires_grad_"
         is_hint = is_hint and self.f_code.co_name in _LETS_CHECKPOINTS_TRAIN
         if is_hint and _is_whole(self.output) and insist_on_one_graph():
+            fn.obj.as_proxy().node.meta[LETS_TRAIN] = True
             self.push(fn.obj)
             return
         call(self, fn, args, kwargs)

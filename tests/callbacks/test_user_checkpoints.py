@@ -84,8 +84,27 @@ class ReentrantWithGradient(Reentrant):
         return self.before(x)
 
 
+class ReentrantBehindHook(ReentrantWithGradient):
+    """The hook of transformers and peft lets it train behind a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before.requires_grad_(False)
+
+        def make_inputs_require_grads(module: nn.Module, args: object, output: Tensor) -> None:
+            output.requires_grad_(True)
+
+        self.before.register_forward_hook(make_inputs_require_grads)
+
+
+class Detached(ReentrantBehindHook):
+    def prepared(self, x: Tensor) -> Tensor:
+        return super().prepared(x).detach()
+
+
 SPECIAL = {
     Reentrant: "is reentrant and none of its inputs needs a gradient",
+    Detached: "is reentrant and none of its inputs needs a gradient",
     Normalized: "writes into a buffer",
     Counted: "writes into a buffer",
     OtherMasks: "draws other random numbers when recomputed",
@@ -101,7 +120,9 @@ def test_a_plan_would_change_its_meaning(kind: type[Checkpointed]) -> None:
     assert_same_bits(found.weights, expected.weights)
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, NoRandomNumbers, ReentrantWithGradient])
+@pytest.mark.parametrize(
+    "kind", [Checkpointed, NoRandomNumbers, ReentrantWithGradient, ReentrantBehindHook]
+)
 def test_a_plan_honors_it(kind: type[Checkpointed]) -> None:
     expected, callback = run(kind), RematCallback("min_cut")
     found = run(kind, [callback])
