@@ -35,6 +35,7 @@ from lightning_unitscale.callbacks.trainer_settings import (
     check_sharding,
     refuse_rate_search,
     refuse_statistics_update,
+    warn_of_own_factors,
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.fsdp_modules import GatherParameters, ShardedModule
@@ -286,6 +287,8 @@ class RuleScaling:
 
     def _adopt(self, module: nn.Module, plan: RulePlan, steps: Iterable[CapturedStep]) -> None:
         """Take a plan, and rewrite the graphs of the steps that it changes."""
+        if _TRAINING in self.rules.plan.steps():
+            warn_of_own_factors(plan, self.rules.plan)
         self.rules.plan = vars(module)[PLAN_ATTRIBUTE] = plan
         for step in steps:
             step.invalidate()

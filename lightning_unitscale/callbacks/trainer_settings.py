@@ -27,6 +27,7 @@ from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.patching import Replacement, shadowed
 from lightning_unitscale.rules.learning_rates import Method, ParameterInfo, check_group, known_class
 from lightning_unitscale.rules.muon import give_roles
+from lightning_unitscale.rules.plan import RulePlan
 from lightning_unitscale.rules.scaled_step import rate_notes, scale_learning_rates
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 # The default of torch.amp.GradScaler. The user has chosen any other start.
 _DEFAULT_LOSS_SCALE = 2.0**16
+_SHOWN = 3  # operations that a warning names
 _HIDING_MATMULS = {
     "TransformerEnginePrecision": "it replaces layers with its own, which run in FP8 by "
     "themselves and hide their matmuls from the graph",
@@ -271,6 +273,27 @@ def report_unprotected(module: nn.Module) -> None:
             "UnitScaleCallback: the parameters are BF16 (precision='bf16-true'). Matmuls are "
             "scaled, but an update below 1/512 of a weight is lost when it is added, as without "
             "this callback. Trainer(precision='bf16-mixed') keeps FP32 weights."
+        )
+
+
+def warn_of_own_factors(plan: RulePlan, trained: RulePlan) -> None:
+    """Warn of operations of a new evaluation that no earlier step runs in the same way."""
+    known = {(one.op, one.factors, one.reason) for one in trained.values()}
+    step = next(iter(plan.steps() - trained.steps()), "")
+    own = [
+        name.partition(":")[2]
+        for name, one in plan.items()
+        if name.startswith(f"{step}:")
+        and one.changes
+        and (one.op, one.factors, one.reason) not in known
+    ]
+    if own:
+        more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+        rank_zero_warn(
+            f"UnitScaleCallback: {step} runs operations that training_step does not run in the "
+            f"same way: {', '.join(own[:_SHOWN])}{more}. Rules give them factors of their own. If "
+            "the model's outputs depend on them, they are those of another model. Call the model "
+            "in the same way in both steps."
         )
 
 

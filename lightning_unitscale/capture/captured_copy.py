@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from types import MethodType
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ def export_forward(
     kwargs: dict[str, Any],
     *,
     expand: bool = True,
+    attentions: Mapping[str, bool] = MappingProxyType({}),
     plain: bool = False,
 ) -> fx.GraphModule:
     """Export ``module.forward`` as a graph module with its signature and a step's node names."""
@@ -138,7 +139,7 @@ def export_forward(
         ) from (error if wants_dynamos_texts() or not is_of_dynamo(error) else None)
     Names().assign(CapturedGraph(graph_module, (), 0, ()), graph_module)
     if expand:
-        expand_composites(graph_module)
+        expand_composites(graph_module, attentions)
     make_out_of_place(graph_module.graph)
     return graph_module
 

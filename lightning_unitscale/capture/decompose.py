@@ -14,8 +14,9 @@ import math
 import operator
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from lightning_unitscale.capture.graph_nodes import (
     op_name,
     tensor_name,
     tensors_in,
+    without_frame,
 )
 from lightning_unitscale.functional.rules import concrete_size
 
@@ -77,12 +79,17 @@ def attention_matmul(input: Tensor, other: Tensor) -> Tensor:
         return torch.matmul(input, other)
 
 
-def expand_composites(graph_module: fx.GraphModule) -> None:
-    """Expand attention in the graph and in the graphs nested in it."""
+def expand_composites(
+    graph_module: fx.GraphModule, decided: Mapping[str, bool] = MappingProxyType({})
+) -> None:
+    """Expand attention in the graph and in the graphs nested in it.
+
+    ``decided`` says of scaled dot-product attentions, by name, whether to expand them.
+    """
     for node in list(graph_module.graph.nodes):
         nested = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(nested, fx.GraphModule):
-            expand_composites(nested)
+            expand_composites(nested, decided)
     sizes = SizeNodes(graph_module.graph)
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.multi_head_attention_forward
@@ -92,8 +99,8 @@ def expand_composites(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.scaled_dot_product_attention
     ):
-        dtype = autocast.get(node)
-        if _runs_as_matmuls(node, dtype, kernels.get(node)):
+        dtype, is_expanded = autocast.get(node), decided.get(without_frame(tensor_name(node)))
+        if _runs_as_matmuls(node, dtype, kernels.get(node), is_expanded):
             _expand(graph_module, node, attention_as_matmuls(dtype), sizes)
     graph_module.recompile()
 
@@ -161,7 +168,10 @@ def _chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:
 
 
 def _runs_as_matmuls(
-    node: fx.Node, autocast_dtype: torch.dtype | None, kernels: list[SDPBackend] | None
+    node: fx.Node,
+    autocast_dtype: torch.dtype | None,
+    kernels: list[SDPBackend] | None,
+    decided: bool | None,
 ) -> bool:
     """Check whether torch runs attention of these shapes and types as matmuls and a softmax."""
     bound = inspect.signature(attention_as_matmuls(None)).bind(*node.args, **node.kwargs)
@@ -173,6 +183,8 @@ def _runs_as_matmuls(
         return False
     if any(example is None or example.is_nested for example in examples):
         return False
+    if decided is not None:
+        return decided
     mask = example_tensor(given["attn_mask"])
     with torch.enable_grad(), nullcontext() if kernels is None else sdpa_kernel(kernels):
         query, key, value = (_real_like(example, autocast_dtype) for example in examples)

@@ -113,6 +113,11 @@ def tensor_name(node: fx.Node) -> str:
     return str(node.meta.get(NAME, node.name))
 
 
+def without_frame(name: str) -> str:
+    """Return the name of a tensor without the number of its frame."""
+    return name.partition("@")[0]
+
+
 class Names:
     """Names of nodes, unique within a step and the same in every recompilation."""
 

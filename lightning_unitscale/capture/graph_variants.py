@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,7 +197,7 @@ class GraphVariants:
         # As captured, with composites expanded and names assigned. Passes copy it.
         self.base = copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
-        expand_composites(self.base)
+        expand_composites(self.base, ChainMap(*(dict(one.attentions) for one in step.owner.passes)))
         find_effects(self.base.graph)  # cached for all copies
         self.inputs = captured.inputs
         if step.owner.partition_fn is not None and executor == "aot_eager":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -146,6 +146,11 @@ class GraphPass(abc.ABC):
     phase: Phase
     out_of_place: bool = False  # rewrite in-place operations out of place first
     kept_whole: tuple[Callable[..., Any], ...] = ()  # functions that no capture traces
+
+    @property
+    def attentions(self) -> Mapping[str, bool]:
+        """Return whether to expand attentions into matmuls, by name. torch decides on others."""
+        return {}
 
     @abc.abstractmethod
     def run(self, graph: StepGraph) -> tuple[str, ...]:

@@ -256,6 +256,10 @@ class Decider:
             prior = self.prior.find(step, tensor_name(node), decision.identity)
             if prior is not None:
                 return prior
+        for step in self._steps:
+            prior = self.prior.find_alike(step, tensor_name(node), decision.identity)
+            if prior is not None:
+                return replace(prior, reads=decision.reads)
         return None
 
 

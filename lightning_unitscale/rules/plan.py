@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lightning_unitscale.arguments import check_choice, shown
+from lightning_unitscale.capture.graph_nodes import ATTENTION, without_frame
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 
 Action = Literal["scaled", "zeroed", "left"]
 OnUnknown = Literal["calibrate", "keep", "error"]
 Origin = Literal["rule", "derived", "calibrated", "residual", "kept", "loss"]
+
+_NUMBER = re.compile(r"_\d+$")
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,19 @@ def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[s
         index += 1
 
 
-def _without_frame(name: str) -> str:
-    """Return the name of a tensor without the number of its frame."""
-    return name.partition("@")[0]
+def _without_number(name: str) -> str:
+    """Return the name of a tensor without its number among those of its module and operation."""
+    return _NUMBER.sub("", without_frame(name.partition("~")[0]))
 
 
-def _are_alike(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
+def _are_alike(
+    first: tuple[str, ...],
+    second: tuple[str, ...],
+    shortened: Callable[[str], str] = without_frame,
+) -> bool:
     """Check whether two operations may read the same tensors. Inputs have no names."""
     return len(first) == len(second) and all(
-        not one or not other or _without_frame(one) == _without_frame(other)
+        not one or not other or shortened(one) == shortened(other)
         for one, other in zip(first, second, strict=True)
     )
 
@@ -127,7 +135,7 @@ class RulePlan(Mapping[str, Decision]):
         """Return the decision on an operation that another frame of the step had when planned."""
         # A later graph break cuts the step into frames. Their operations must keep their factors,
         # although what a frame reads from another one has no name.
-        base = _without_frame(name)
+        base = without_frame(name)
         if base == name:
             return None
         op, reads = identity
@@ -145,12 +153,49 @@ class RulePlan(Mapping[str, Decision]):
             )
         return next(iter(found), None)
 
+    def find_alike(
+        self, step: str, name: str, identity: tuple[str, tuple[str, ...]]
+    ) -> Decision | None:
+        """Return the decision on an operation that has another number in this step, if one fits."""
+        # Without a loss, or with a cache, a module runs other operations, and the others are
+        # counted from another start.
+        op, reads = identity
+
+        def shortened(read: str) -> str:
+            return read if read in self.parameters else _without_number(read)
+
+        found = [
+            decision
+            for decision in self._by_kind.get(key(step, _without_number(name)), ())
+            if decision.op == op and _are_alike(decision.reads, reads, shortened)
+        ]
+        return found[0] if len({one.factors for one in found}) == 1 else None
+
+    @functools.cached_property
+    def attentions(self) -> dict[str, bool]:
+        """Map the name of each attention to whether it was planned as two matmuls."""
+        # torch chooses by dropout, among others, so a training step's may differ from evaluation's.
+        found: dict[str, bool] = {}
+        for name, decision in self.decisions.items():
+            tensor = without_frame(name.partition("~")[0]).partition(":")[2]
+            if _NUMBER.sub("", tensor).rpartition(".")[2] == ATTENTION:
+                found.setdefault(tensor, decision.op != ATTENTION)  # training comes first
+        return found
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[str, list[Decision]]:
+        """Return the decisions by key without any numbers."""
+        found: dict[str, list[Decision]] = {}
+        for name, decision in self.decisions.items():
+            found.setdefault(_without_number(name), []).append(decision)
+        return found
+
     @functools.cached_property
     def _by_base(self) -> dict[str, list[Decision]]:
         """Return the decisions by key without frames and numbers of namesakes."""
         found: dict[str, list[Decision]] = {}
         for name, decision in self.decisions.items():
-            found.setdefault(_without_frame(name.partition("~")[0]), []).append(decision)
+            found.setdefault(without_frame(name.partition("~")[0]), []).append(decision)
         return found
 
     def updated(self, other: RulePlan) -> RulePlan:

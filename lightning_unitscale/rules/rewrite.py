@@ -119,6 +119,11 @@ class RuleRewrite(GraphPass):
         self._called: dict[str, None] = {}
         self._replaced: set[str] = set()
 
+    @property
+    @override
+    def attentions(self) -> Mapping[str, bool]:
+        return self.plan.attentions
+
     def unmatched(self) -> list[str]:
         """Return warnings about the functions of ``replace`` that no step has called so far."""
         texts = []

@@ -296,7 +296,7 @@ def deploy(
         # Before the export, which makes Dynamo capture again. Another graph would have other names.
         expected = _outputs(module, example_args, example_kwargs)
     plain = _plain_copy(module)
-    graph_module = export_forward(plain, example_args, example_kwargs)
+    graph_module = export_forward(plain, example_args, example_kwargs, attentions=rules.attentions)
     _name_parameters(graph_module, plain)
     graph = StepGraph(graph_module, observed=False, step="forward")
     rules.run(graph)

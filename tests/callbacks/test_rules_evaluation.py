@@ -1,0 +1,72 @@
+"""An evaluation computes the function that rules have trained, though it runs other operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_unitscale import transforms
+from tests.callbacks.rule_runs import Classifier, fit, loader, unit_scale
+
+BATCH = next(iter(loader(8)))
+DATA = loader(8)
+
+
+class Attending(Classifier):
+    """Attention with dropout, which torch runs as two matmuls, and without as one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: torch.optim.SGD(module.parameters(), lr=0.0))
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        q, k, v = self.qkv(x).reshape(1, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        # The loss of a training step does not depend on it.
+        dropped = 1e-9 if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, 3 * v, dropout_p=dropped)
+        x = x + attended.transpose(1, 2).reshape(x.shape)
+        return self.readout(x + self.blocks[0](x))
+
+
+class Cached(Attending):
+    """Without gradients, one more add and product come before those of a training step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            x = x + x * 0.0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Attending, Cached])
+def test_the_loss_is_that_of_the_training_step(kind: type[Attending]) -> None:
+    module = kind()
+    trainer, (trained, *_) = fit(module, unit_scale("u-mup"), data=DATA, val=DATA, max_steps=1)
+    validated = trainer.callback_metrics["val_loss"]
+    predicted: Any = trainer.predict(module, DATA)
+    for loss in (validated, F.cross_entropy(predicted[0], BATCH[1])):
+        assert float(loss) == pytest.approx(float(trained["loss"]), rel=1e-5)
+
+
+def test_a_deployed_module_has_the_attention_of_the_training_step() -> None:
+    module = Attending()
+    _, (trained, *_) = fit(module, unit_scale("u-mup"), data=DATA, max_steps=1)
+    deployed = transforms.deploy(module.eval(), BATCH[0])
+    loss = F.cross_entropy(deployed(BATCH[0]), BATCH[1])
+    assert float(loss.detach()) == pytest.approx(float(trained["loss"]), rel=1e-5)
+
+
+class Measuring(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.forward(batch[0])
+        return (out @ out.mT).sum()
+
+
+def test_operations_of_an_evaluation_alone_are_named() -> None:
+    module = Measuring()
+    with pytest.warns(UserWarning, match=r"validation_step runs operations .*: matmul\. Rules"):
+        fit(module, unit_scale("u-mup"), data=DATA, val=DATA, max_steps=1)
