@@ -12,6 +12,7 @@ from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.lightning_steps import step_arguments, step_context
 from lightning_unitscale.callbacks.options import FP8, MEASURED
 from lightning_unitscale.callbacks.packages import rank_zero_info
+from lightning_unitscale.capture.side_effects import optimizes_itself
 from lightning_unitscale.loops.loggers import log_precision
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.matmuls.computations import Exemption, checked_exempt
@@ -40,6 +41,20 @@ class PrecisionReports:
         self._last: Callable[[], tuple[MeasuredStep, Loop]] | None = None
         self._chosen_at: int | None = None  # the optimizer step of the last report that chose
         self.lines: list[str] = []  # for ``explain()``
+
+    def check(self, loop: Loop, *, is_captured: bool = False) -> None:
+        """Refuse to measure later in a training that cannot be measured."""
+        reasons = {
+            "a report needs the steps of a Lightning Trainer": not isinstance(loop, LightningLoop),
+            "a report cannot run captured steps": is_captured,
+            "a report cannot run a step that calls the optimizer": optimizes_itself(loop.module),
+        }
+        for reason, is_true in reasons.items():
+            if self.is_measured and is_true:
+                raise ValueError(
+                    f"exclude={MEASURED!r}: {reason}. Expected names or 'auto' here. Pass for "
+                    "example FP8(exclude=['head'])."
+                )
 
     def begin_batch(
         self, loop: Loop, attached: AttachedSession | None, batch: Any, batch_idx: int

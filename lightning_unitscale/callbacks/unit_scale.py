@@ -256,6 +256,8 @@ class UnitScaleCallback(StepsCallback):
             self._steps = self._capture(trainer, pl_module, partitioner, passes)
             if self._rules is not None:
                 self._rules.attach(trainer, self._steps, self._captured)
+        if stage == "fit":
+            self._reports.check(loop, is_captured=captures_steps(trainer))
         self._matmuls.attach(loop, is_other=is_other)
 
     @override
@@ -269,6 +271,7 @@ class UnitScaleCallback(StepsCallback):
                     "Expected method='lossless' in other loops. Use lightning_unitscale.transforms "
                     "there, or a Trainer."
                 )
+        self._reports.check(loop)
         trainer_settings.report_unprotected(loop.module)
         self._matmuls.attach(loop, is_other=self._take(loop))
 

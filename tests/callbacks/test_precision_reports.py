@@ -5,7 +5,14 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_unitscale import FP8, ScaleMonitor, Simulate, UnitScaleCallback
+from lightning_unitscale import (
+    FP8,
+    RematCallback,
+    ScaleMonitor,
+    Simulate,
+    UnitScaleCallback,
+    attach,
+)
 from lightning_unitscale.tensorboard.run_report import write_report
 
 MEASURED = FP8(exclude="measured", measured_from=2)
@@ -111,6 +118,16 @@ def test_exempt_computations_of_a_simulation_are_not_rounded(tmp_path):
     callback = UnitScaleCallback(simulate=Simulate("E2M1FN", exempt=exempt))
     fit(callback, tmp_path, steps=1)
     assert callback.coverage.num_in_format == 3
+
+
+def test_what_no_report_could_measure_is_refused_at_the_start(tmp_path):
+    for options in ({"module": Step(is_manual=True)}, {"others": [RematCallback("min_cut")]}):
+        others = options.pop("others", [])
+        with pytest.raises(ValueError, match=r"^exclude='measured': a report cannot run "):
+            fit(UnitScaleCallback(precision=MEASURED), tmp_path, *others, **options)
+    layer = torch.nn.Linear(16, 16)
+    with pytest.raises(ValueError, match=r"^exclude='measured': a report needs "):
+        attach(layer, callbacks=[UnitScaleCallback(precision=MEASURED)])
 
 
 def test_a_step_that_cannot_run_again_is_refused(tmp_path):
