@@ -115,18 +115,20 @@ class PrecisionReport:
         self, format: str | None = None, exempt: Sequence[Exemption] | None = None
     ) -> Together:
         """Predict the damage of rounding all computations of a format but the exempt ones."""
-        exemptions = Exemptions(self.exempt if exempt is None else exempt)
-        rows = [
-            row
-            for row in self.rows_of(format)
-            if row.loss_change is not None
-            and row.runs_in_format
-            and not row.is_left_out(exemptions)
-        ]
+        rows = self._rounded(format, self.exempt if exempt is None else exempt)
         return Together(
             sum(row.loss_change or 0.0 for row in rows if row.is_forward),
             math.hypot(*(row.loss_change or 0.0 for row in rows if not row.is_forward)),
         )
+
+    def _rounded(self, format: str | None, exempt: Sequence[Exemption]) -> list[LedgerRow]:
+        """Return the rows of a format that are rounded together, with some exempt."""
+        exemptions = Exemptions(exempt)
+        return [
+            row
+            for row in self.rows_of(format)
+            if row.runs_in_format and not row.is_left_out(exemptions)
+        ]
 
     def predicted_gain(self, exempt: Sequence[Exemption], format: str | None = None) -> Together:
         """Predict how far loss and gradient error fall, on average over steps, by more exemptions.
@@ -259,9 +261,11 @@ class PrecisionReport:
         """Return a line for each format: measured together, predicted, and the remainder."""
         lines = [f"Loss {self.loss:.6g}; the report cost {self.cost_steps:.1f} steps."]
         for format, measured in self.together.items():
-            predicted = self.predicted(format)
+            predicted, rows = self.predicted(format), self.rows_of(format)
+            number = len(self._rounded(format, self.exempt))
+            what = "all" if number == len(rows) else f"{number} of {len(rows)} computations"
             lines.append(
-                f"{format}, all rounded: loss {measured.loss_change:+.3g} "
+                f"{format}, {what} rounded: loss {measured.loss_change:+.3g} "
                 f"(predicted {predicted.loss_change:+.3g}), gradient error "
                 f"{measured.gradient_error:.3g} (predicted {predicted.gradient_error:.3g})"
             )
