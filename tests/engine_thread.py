@@ -38,7 +38,7 @@ _MODE_KEYS = (
 
 
 def run_on_engine_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function on a thread of the engine, and return what it returns or raise its error.
+    """Call a function on a thread of the engine, and return its result or raise its error.
 
     What torch hands on to the engine's threads is as it is here: modes, functorch's transforms,
     autocast, and whether gradients are recorded. No mode sees how the thread is reached.

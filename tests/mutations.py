@@ -1694,7 +1694,7 @@ def try_mutation(root: Path, mutation: Mutation) -> Outcome:
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy what the tests need, with the bytecode of all files but the one that has a fault."""
+    """Copy the needed files, with the bytecode of all but the faulty one."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():

@@ -21,7 +21,7 @@ gc.set_threshold(100_000, 20, 100)
 
 
 def spare_time() -> None:
-    """Collects garbage rarely, lets Dynamo not time what it makes, seeds what there is.
+    """Collect garbage rarely, switch off timing in Dynamo, and set all seeds.
 
     A capture makes many objects that stay, and each collection would go through all of them: there
     is one after each frame that Dynamo compiles. The guards of every frame would be timed for a
@@ -44,7 +44,7 @@ def spare_time() -> None:
 
 
 def engine_thread_if_asked() -> AbstractContextManager[None]:
-    """A context for all that a process tests; see ``--engine-thread``."""
+    """A context for all tests of a process; see ``--engine-thread``."""
     if ENGINE_THREAD not in os.environ:
         return contextlib.nullcontext()
     context: AbstractContextManager[None] = importlib.import_module(
@@ -74,6 +74,6 @@ def spare_interpreter() -> None:
 
 
 def forget_garbage() -> None:
-    """Collects garbage, and leaves what there is to no later collection."""
+    """Collect garbage, and exclude the remaining objects from later collections."""
     gc.collect()
     gc.freeze()

@@ -35,7 +35,7 @@ READS = {"item", "_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
 
 class FromOutside(TorchDispatchMode):
-    """A mode that sees what a captured graph runs, and nothing of how it is captured."""
+    """A mode that sees the operators of a captured graph, but not its capture."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -166,7 +166,7 @@ class Gpu(FromOutside):
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Fake memory is somewhere else than other memory, on a cache line of its own."""
+    """Fake memory has its own addresses, on its own cache line."""
     return 64 * storage._cdata
 
 
@@ -207,7 +207,7 @@ class Kernels(FromOutside):
 
 @contextlib.contextmanager
 def a_gpu() -> Iterator[Gpu]:
-    """Within this context there is one, for what knows of fake tensors only."""
+    """Within this context there is a GPU for code that uses fake tensors only."""
     from lightning_unitscale.scales import triton_statistics
 
     gpu = Gpu()

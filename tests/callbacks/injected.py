@@ -62,7 +62,7 @@ def overflow(module: Stack) -> None:
 
 
 def overflow_relu(module: Stack) -> None:
-    """The same, and what the next layer reads is as large."""
+    """The same, and the operand of the next layer is as large."""
     overflow(module)
     module.blocks[1].activation = torch.relu  # type: ignore[assignment]
 

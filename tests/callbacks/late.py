@@ -115,7 +115,7 @@ class DeadLayer(Late):
 
 
 class NotFinite(Late):
-    """A loss of which nothing is finite in the first two steps, whose gradients are dropped."""
+    """A loss that is not finite in the first two steps, whose gradients are dropped."""
 
     first: ClassVar = {"head.linear:input": 2, "head.linear": 2, "body.linear": 2}
 

@@ -87,7 +87,7 @@ class CheckpointedAdapters(Adapters):
 
 
 class ZeroHead(_Late):
-    """A head of zeros: what comes before it has no gradient in the first step."""
+    """A head of zeros: layers before it have no gradient in the first step."""
 
     def layers(self) -> None:
         self.net = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())

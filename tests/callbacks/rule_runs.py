@@ -96,7 +96,7 @@ def fit(
     ckpt_path: Any = None,
     **options: Any,
 ) -> tuple[pl.Trainer, list[Any]]:
-    """Fit with a recorder; returns the Trainer and what the steps returned."""
+    """Fit with a recorder; return the Trainer and the results of the steps."""
     recorder = Recorder()
     if val is None:
         # Lightning warns of a validation_step for which there are no data.
@@ -120,7 +120,7 @@ def plan_of(module: nn.Module) -> RulePlan:
 
 
 class Gradients(pl.Callback):
-    """RMS of each parameter's gradient when the optimizer steps, and what it weighed before."""
+    """RMS of each parameter's gradient when the optimizer steps, and of the weight before."""
 
     def __init__(self) -> None:
         self.rms: list[dict[str, float]] = []

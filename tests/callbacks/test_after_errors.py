@@ -219,7 +219,7 @@ def test_a_search_for_a_rate_that_fails(names: list[str]) -> None:
 
 
 class _Wrapping(pl.Callback):
-    """Puts a step of its own over the module's, and perhaps takes it away again."""
+    """Replaces the module's step, and may restore it."""
 
     def __init__(self, undo: str) -> None:
         self.undo = undo
@@ -258,7 +258,7 @@ def test_a_step_that_someone_else_has_put_over_ours(
 
 
 class _Nested(pl.Callback):
-    """Trains another module within the run, by callbacks of its own."""
+    """Trains another module within the run, with other callbacks."""
 
     def __init__(self) -> None:
         self.module = Failing(None)

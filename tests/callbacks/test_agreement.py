@@ -423,7 +423,7 @@ def _dashboard(folder: str) -> tuple[_Found, set[tuple[str, str]]]:
 def _train(
     make: type[Module], settings: dict[str, Any], folder: Path, **options: Any
 ) -> tuple[UnitScaleCallback, tuple[_Found, set[tuple[str, str]]]]:
-    """Train for four steps; returns what table, CSV and dashboard all show of the last one."""
+    """Train for four steps; return the last values in table, CSV and dashboard."""
     callback = UnitScaleCallback(**options)
     monitor = ScaleMonitor(every_n_steps=1, on_violation="raise")
     logger = TensorBoardLogger(folder, "run")

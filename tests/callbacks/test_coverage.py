@@ -171,7 +171,7 @@ def test_complex_matmuls_are_told(options: dict[str, Any]) -> None:
 
 
 class Widened(Regression):
-    """Computes what it adds without gradients, by an operator that torch has for CUDA only."""
+    """Computes its addend without gradients, by an operator that torch has for CUDA only."""
 
     def __init__(self) -> None:
         super().__init__(norm=False, dropout=0.0)
@@ -307,7 +307,7 @@ def _orthogonal(module: nn.Module) -> Any:
 
 
 class Checked(pl.Callback):
-    """Does what the optimizer does once more, outside of any step, and compares."""
+    """Repeats the optimizer's computation outside any step, and compares."""
 
     def __init__(self) -> None:
         self.copies: list[Any] = []

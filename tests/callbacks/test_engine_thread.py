@@ -48,7 +48,7 @@ def _shown(trained: Run) -> list[Any]:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("method", "kind"), CASES)
 def test_the_engines_thread_changes_nothing(method: str, kind: str) -> None:
-    """Bits, coverage, what is explained, and every scale are those of the calling thread."""
+    """Bits, coverage, explanations and scales are those of the calling thread."""
     here = run(MODULES[kind], METHODS[method]())
     with backward_on_engine_thread():
         there = run(MODULES[kind], METHODS[method]())

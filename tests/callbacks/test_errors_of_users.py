@@ -37,7 +37,7 @@ class Calls:
 
 
 class FailsOnce(Regression):
-    """Because of what no module keeps, such as a file."""
+    """Because of state outside the module, such as a file."""
 
     fails_at = 0
     error: type[Exception] = ValueError

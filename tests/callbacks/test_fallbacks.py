@@ -154,7 +154,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class FailsToCompile(Noted):
-    """After random numbers, batch statistics and a count of its own."""
+    """After random numbers, batch statistics and a counter."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.append(len(self.notes))

@@ -87,7 +87,7 @@ def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
     ("name", "gradient"), [("E4M3FN", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2)]
 )
 def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
-    """The layers read what autocast would have cast, and give what it would have given."""
+    """The layers have the operand and result types of autocast."""
     seen: set[tuple[torch.dtype, torch.dtype, torch.dtype]] = set()
     file = import_module("lightning_unitscale.functional.low_precision")
     plain = file.scaled_matmul
@@ -111,7 +111,7 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
 @pytest.mark.slow_cases
 @BOTH_WAYS
 def test_evaluation_monitor_and_drift(captured: dict[str, Any]) -> None:
-    """Looking at the units, or showing them, changes no bit of what FP8 makes."""
+    """Measuring or showing units changes no bit of FP8."""
     data = {"val_dataloaders": _data()}
     alone = _losses([UnitScaleCallback(**captured, precision="fp8", recalibrate=None)])
     callback = UnitScaleCallback(**captured, precision="fp8", recalibrate=None)

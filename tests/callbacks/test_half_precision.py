@@ -195,7 +195,7 @@ def test_a_checkpoint_of_depth_all(captured: dict[str, Any], tmp_path: Path) -> 
         )
 
     class First(pl.Callback):
-        """Keeps what the first batch after a checkpoint begins with."""
+        """Keeps the state at the first batch after a checkpoint."""
 
         weights: Any = None
 

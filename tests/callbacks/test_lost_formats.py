@@ -21,7 +21,7 @@ from tests.callbacks.runs import QUIET, Capturing
 
 
 class Net(pl.LightningModule):
-    """Two layers that FP8 takes; what else there is comes with the cases."""
+    """Two layers that FP8 supports; the cases add the rest."""
 
     def __init__(self) -> None:
         super().__init__()

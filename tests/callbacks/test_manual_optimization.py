@@ -45,7 +45,7 @@ class Accumulating(Manual):
 
 
 class Adversarial(Regression):
-    """Two optimizers in turn, with their parameters toggled; it makes what it learns from."""
+    """Two optimizers in turn, with toggled parameters, on generated data."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ def test_a_step_that_sets_its_rate(by_hand: bool, name: str) -> None:
 
 
 class Tempered(Regression):
-    """Has an optimizer of its own for a number that is no parameter, as soft actor-critic has."""
+    """Has its own optimizer for a number that is no parameter, as in soft actor-critic."""
 
     def __init__(self, several: bool) -> None:
         super().__init__(norm=False)

@@ -31,7 +31,7 @@ from tests.loops.loops import batches, new
 
 
 def _demo(tmp_path: Path, callbacks: list[Any], **options: Any) -> tuple[Any, Any, Any]:
-    """A short run of the demo, its losses and what its checkpoint has."""
+    """A short run of the demo, its losses and the content of its checkpoint."""
     pl.seed_everything(1, verbose=False)
     model = GPT(width=32, depth=2, num_heads=2, context=32, learning_rate=3e-3, warmup_steps=2)
     data = TextDataModule(context=32, batch_size=4, val_samples=8)

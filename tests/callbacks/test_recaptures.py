@@ -53,7 +53,7 @@ class ByText(Counted):
 
 
 class ByTextAtTimes(ByText):
-    """Most steps run what was captured before."""
+    """Most steps run an earlier capture."""
 
     every = 3
 
@@ -179,7 +179,7 @@ class Skips(Counted):
 
 
 class SkipsWithin(Counted):
-    """A function returns early that is captured by itself."""
+    """A separately captured function returns early."""
 
     def penalty(self, x: Tensor) -> Tensor | None:
         return None if len(x) == 0 else self.second(self.first(x)).square().mean()

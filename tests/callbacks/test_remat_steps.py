@@ -162,7 +162,7 @@ class _Center(_Step):
 
 
 class _List(_Center):
-    """The center is neither a buffer nor an attribute of its own."""
+    """The center is neither a buffer nor an attribute, but an item of a list."""
 
     def training_step(self, batch, batch_idx):
         self.held = {"center": [self.center.clone()]} if batch_idx == 0 else self.held

@@ -54,7 +54,7 @@ class ByOneNorm(ByHand):
 
 
 class ByMatmuls(ByHand):
-    """Squares a gradient by a matmul, which is none of the model's."""
+    """Squares a gradient by a matmul that does not belong to the model."""
 
     def clipped(self) -> Tensor:
         gradient = self.first.weight.grad

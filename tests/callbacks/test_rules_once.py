@@ -52,7 +52,7 @@ def scheduled(module: nn.Module) -> Any:
 
 
 def assert_unit_scale(found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """Each weight is what it was, over its RMS to 1 %; biases are 0; norms are what they were."""
+    """Each weight is divided by its RMS, to 1 %; biases are 0; norms are unchanged."""
     for name, one in found.items():
         if "norm" in name or ".0." in name.removeprefix("blocks.0").removeprefix("blocks.1"):
             assert torch.equal(one, before[name]), name

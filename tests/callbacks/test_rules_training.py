@@ -88,7 +88,7 @@ def precisions() -> list[Any]:
 
 
 class Watching(Classifier):
-    """Notes loss scales, and casts what it is given to its own type."""
+    """Notes loss scales, and casts its input to its own type."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

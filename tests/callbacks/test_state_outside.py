@@ -61,7 +61,7 @@ def _counted() -> int:
 
 
 class Keeping(Regression):
-    """The loss of a batch, and something more that depends on what was kept."""
+    """The loss of a batch, plus a term that depends on stored state."""
 
     def __init__(self, prepare: Callable[[Any], Any], more: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_rounded_matmuls_read_an_iterator_once_too(options: dict[str, Any]) -> N
 
 
 class Starting(Regression):
-    """Reads in its steps what its hooks have set."""
+    """Reads values in its steps that its hooks have set."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.weight = 1.0 + batch_idx

@@ -99,7 +99,7 @@ def test_sparse_gradients_in_a_plan(by_hand: bool) -> None:
 
 
 class Graph(Regression):
-    """Averages over neighbors by a sparse matrix, between layers that are modules of their own."""
+    """Averages over neighbors by a sparse matrix, between separate layers."""
 
     def __init__(self) -> None:
         super().__init__(momentum, norm=False, dropout=0.0)

@@ -121,7 +121,7 @@ def test_a_plan_of_weights_that_are_computed(change: Callable[[nn.Module], Any])
 
 
 class Expects(pl.Callback):
-    """Compares what a step has written with the same write outside of it."""
+    """Compares a write in a step with the same write outside it."""
 
     def __init__(self) -> None:
         self.num_compared = 0

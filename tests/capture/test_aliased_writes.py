@@ -54,7 +54,7 @@ class Clipped(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Divides one of several results in place, by a tensor that has units of its own."""
+    """Divides one of several results in place, by a tensor with its own units."""
 
     def __init__(self) -> None:
         super().__init__()

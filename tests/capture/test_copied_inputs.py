@@ -17,7 +17,7 @@ from tests.helpers import assert_same_bits
 
 
 class Marked(Tensor):
-    """A tensor that carries a note, as a medical image does, and has no copy of its own."""
+    """A tensor with an attribute, like a medical image, that cannot be copied."""
 
     note: dict[str, Any]
 

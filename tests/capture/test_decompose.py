@@ -226,7 +226,7 @@ def test_the_result_keeps_the_name_of_the_composite() -> None:
 
 
 class _Attending(nn.Module):
-    """Self-attention by torch's module, and by the function with a temperature of its own."""
+    """Self-attention by torch's module, and by the function with another temperature."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from tests.helpers import assert_same_bits, captured, run
 
 
 class Mark(GraphPass):
-    """Notes when it ran; wants whatever it is told to want."""
+    """Notes when it ran, and requests the given inputs and outputs."""
 
     def __init__(self, name: str, phase: Phase, log: list[str], out_of_place: bool = False) -> None:
         self.name, self.phase, self.log, self.out_of_place = name, phase, log, out_of_place

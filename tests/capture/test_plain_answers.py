@@ -149,7 +149,7 @@ def test_a_way_that_would_break_the_graph_is_not_taken() -> None:
 
 
 class BreaksByItself(KeepsInAContextVariable):
-    """Breaks the graph whatever it is told, before and after it asks."""
+    """Breaks the graph with any answer, before and after it asks."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()

@@ -15,7 +15,7 @@ from lightning_unitscale.capture.step_messages import PATIENCE_SECONDS, CaptureP
 
 
 class Clock:
-    """Stands still but for what it is told; runs timers whose time has come."""
+    """A clock that advances only on request, and then runs due timers."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Timer:
-    """A timer of the clock's; started by itself."""
+    """A timer of the clock; started when it is made."""
 
     def __init__(self, clock: Clock, seconds: float, run: Callable[[], None]) -> None:
         self.clock, self.due, self.run = clock, clock.now + seconds, run

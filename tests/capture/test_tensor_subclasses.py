@@ -17,7 +17,7 @@ from tests.helpers import assert_same_bits, captured_copy, same_bits
 
 
 class Followed(Tensor):
-    """Does what a tensor does, in a function of its own."""
+    """Runs the operations of a tensor in its own function."""
 
     @classmethod
     def __torch_function__(

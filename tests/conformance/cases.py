@@ -54,7 +54,7 @@ def weighted_sum(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A module, three batches of arguments for it, and the loss of what it returns.
+    """A module, three batches of arguments for it, and the loss of its result.
 
     Args:
         name: Theme and name, as they appear in the test's id.

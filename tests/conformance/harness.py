@@ -46,7 +46,7 @@ class Record:
     coverage: Any = None
 
     def add(self, call: int, module: nn.Module, batch: Any, loss: Tensor, outputs: Any) -> None:
-        """Adds what there is after a call, its backward pass and the optimizer's step."""
+        """Adds the state after a call, its backward pass and the optimizer's step."""
         parts: dict[str, Any] = {"loss": loss}
         for index, tensor in enumerate(outputs):
             parts[f"output {index}"] = tensor
@@ -91,7 +91,7 @@ def coverage_of(callbacks: Sequence[pl.Callback]) -> Any:
 
 @functools.cache
 def plain(case: Case, method: str = "plain") -> Record:
-    """The record of the case without the package; trained once, whatever it is compared with."""
+    """The record of the case without the package; trained once for all comparisons."""
     return train(case, method)
 
 

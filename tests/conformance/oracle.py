@@ -17,7 +17,7 @@ Entry = list[Metrics.Data | None]
 
 
 class Oracle:
-    """Statistics of a plain step: of parameters, and of what linear layers return.
+    """Statistics of a plain step: of parameters and of results of linear layers.
 
     Attributes:
         found: The statistics by the tensor's name.

@@ -79,7 +79,7 @@ UNKNOWN = {
 
 
 def _compared(case: Case) -> int:
-    """How many tensors have the oracle's statistics; all that it knows must."""
+    """The number of tensors with the oracle's statistics; all known tensors must have them."""
     torch.manual_seed(5)
     module, batch = case.module(), case.batches()[0]
     try:

@@ -70,7 +70,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Recomputing(torch.autograd.Function):
-    """Runs its layer again in the backward pass, with gradients of its own."""
+    """Runs its layer again in the backward pass, with separate gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ for _n, _k, _m in ((1, 1, 1), (1, 257, 65), (33, 257, 1), (33, 1, 65), (17, 129,
 
 
 def _odd_offset(index: int, *shape: int) -> Tensor:
-    """A tensor whose first element lies at no multiple of anything but its own bytes."""
+    """A tensor whose address is a multiple of its element size only."""
     return noise(index, 3 + math.prod(shape))[3:].view(shape)
 
 

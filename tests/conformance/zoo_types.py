@@ -38,7 +38,7 @@ class Typed(nn.Module):
 
 
 def _signs(index: int, *shape: int) -> Tensor:
-    """Numbers of one size, so that all that comes of them are normal numbers of FP16 as well."""
+    """Numbers of one size, so that all results are normal numbers of FP16."""
     return torch.randn(*shape).sign() * (1 + index) / 4
 
 

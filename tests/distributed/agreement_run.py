@@ -33,7 +33,7 @@ def _problem(of_rank: int) -> str:
 
 
 def main(folder: Path) -> None:
-    """Write down what this rank finds."""
+    """Write the findings of this rank."""
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     own = rank()
     handed = torch.full((2,), float(own))

@@ -77,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def train(folder: Path, kind: str, how: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     pl.seed_everything(4, verbose=False)
     options = dict(KINDS[kind])
     module = options.pop("module")()

@@ -68,7 +68,7 @@ class Model(nn.Module):
 
 
 def train(folder: Path, run: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     spread, method, *others = run.split(":")
     rank, callbacks = dist.get_rank(), METHODS[method]()
     model: nn.Module = Model(rank, has_dead="dead" in others, is_uneven="uneven" in others)

@@ -161,7 +161,7 @@ DOORS: dict[str, Callable[..., Any]] = {
 
 
 def train(folder: Path, run: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     door, spread, method, name = run.split(":")
     rank = int(os.environ["LOCAL_RANK"])
     callbacks = (METHODS | _REFUSED)[method]()
@@ -195,7 +195,7 @@ def train(folder: Path, run: str) -> None:
 
 @contextlib.contextmanager
 def _counting_collectives() -> Iterator[Counter[str]]:
-    """Counts what Python calls; DDP and distributed tensors have ways of their own."""
+    """Counts calls in Python; DDP and distributed tensors have other call paths."""
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., Any]:

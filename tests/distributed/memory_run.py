@@ -77,7 +77,7 @@ def batch() -> Tensor:
 
 
 class _Files:
-    """Collectives through files: Gloo's threads hold on to what they have sent for a while."""
+    """Collectives through files, since Gloo's threads keep sent tensors for a while."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
@@ -130,7 +130,7 @@ def through_files(module: nn.Module, path: Path) -> None:
 
 
 def measure(folder: Path, case: str) -> None:
-    """Measure a step and write down what was seen."""
+    """Measure a step and write the results."""
     module = sharded(case).to_empty(device="cpu")
     through_files(module, folder / f"{case}.store")
     with torch.no_grad():

@@ -34,7 +34,7 @@ KINDS = {
 
 
 def train(folder: Path, kind: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     pl.seed_everything(4, verbose=False)
     callbacks = KINDS[kind]()
     module = Model(width=64, depth=1, context=64, dropout=0.1, decay_steps=20)

@@ -151,7 +151,7 @@ class LastPeak(pl.Callback):
 
 
 def train(folder: Path, setting: str, name: str, budget: Any) -> int | None:
-    """Train and write down what came out; returns the predicted peak."""
+    """Train and write the results; return the predicted peak."""
     options = dict(SETTINGS[setting])
     accumulated = options.pop("accumulate_grad_batches", 1)
     num_batches = NUM_STEPS * accumulated

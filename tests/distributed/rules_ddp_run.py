@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def train(folder: Path, kind: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     if kind == "late":
         _train_late(folder)
         return
@@ -71,7 +71,7 @@ class Late(LateExpert):
 
 
 def _train_late(folder: Path) -> None:
-    """Train in a format what is zero at first, on one rank for longer, and write down what came."""
+    """Train tensors in a format that are zero at first, on one rank for longer."""
     pl.seed_everything(4, verbose=False)
     module = Late()
     callback = UnitScaleCallback("unit-scaling", simulate="fp8", recalibrate=None)

@@ -35,7 +35,7 @@ def test_the_notebook_says_what_happens(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def write() -> None:
-    """Runs the notebook and keeps what it prints, but for warnings."""
+    """Run the notebook and store its output, without warnings."""
     with tempfile.TemporaryDirectory() as folder:
         notebook = executed(folder)
     for cell in notebook.cells:

@@ -81,7 +81,7 @@ def test_the_bias_is_not_rounded_and_neither_is_its_gradient() -> None:
 def test_dynamic_scales_reach_the_end_of_each_format(
     dtype: torch.dtype, gradient: GradientFormat
 ) -> None:
-    """Operands far out of FP8's range give what they give near 1."""
+    """Operands far outside FP8's range give the result that they give near 1."""
     x, w = _random(24, 32, dtype=dtype), _random(16, 32, dtype=dtype, seed=1)
     made = fp8_linear(x, w, None, dtype, gradient_format=gradient)
     g = _random(24, 16, dtype=dtype, seed=2).detach()
@@ -131,7 +131,7 @@ def test_nothing_is_kept_for_a_gradient_that_nobody_wants(frozen: str) -> None:
 
 @pytest.mark.parametrize("dtype", [OPERAND, GRADIENT])
 def test_casts_are_those_of_the_simulation(dtype: torch.dtype) -> None:
-    """Every code, every midpoint, both ends, and what lies beyond."""
+    """Every code, every midpoint, both ends, and values beyond."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     codes = codes[codes.isfinite()].sort().values
     middles = (codes[1:] + codes[:-1]) / 2

@@ -24,7 +24,7 @@ def _step(module, tokens, targets, optimizer) -> None:
 
 
 def _others(device: torch.device) -> int:
-    """Bytes on the device that belong to no step: what other tests have left.
+    """Bytes on the device that other tests have left.
 
     What cuBLAS keeps for each thread that has multiplied is freed.
     """
@@ -36,7 +36,7 @@ def _others(device: torch.device) -> int:
 
 
 def _without_workspaces(peak: int, device: torch.device) -> int:
-    """A peak without what cuBLAS keeps, which predictions of tensors leave out."""
+    """A peak without cuBLAS's workspaces, which predictions of tensors leave out."""
     if device.type == "cpu":
         return peak
     before = torch.cuda.memory_allocated()

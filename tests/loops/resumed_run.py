@@ -148,7 +148,7 @@ def _trainer(name: str, package: Any) -> Callable[..., None]:
 
 
 def fsdp2(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
-    """A Trainer whose two processes have shards of the model, and batches of their own."""
+    """A Trainer whose two processes have shards of the model, and their own batches."""
     options = {"strategy": ModelParallelStrategy(**SIZES["fsdp"]), "spread": SPREADS["fsdp"]}
     seed = int(os.environ["LOCAL_RANK"])
     RESUMED["lightning"](module, own, folder, resume, seed=seed, devices=2, **options)

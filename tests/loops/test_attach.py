@@ -128,7 +128,7 @@ def test_a_format_as_in_a_trainer_is_resumed(options: dict[str, Any], tmp_path: 
 
 
 def test_two_models_with_an_optimizer_each() -> None:
-    """A GAN: a step of one is none of the other."""
+    """A GAN: a step of one model is not a step of the other."""
 
     def play(callbacks: dict[str, list[Any]]) -> list[Tensor]:
         torch.manual_seed(0)

@@ -57,7 +57,7 @@ def test_another_method_than_forward() -> None:
 
 
 class Descent:
-    """An optimizer that is none of torch's."""
+    """An optimizer that does not subclass torch's."""
 
     def __init__(self, params: Iterator[nn.Parameter]) -> None:
         self.params = list(params)
@@ -202,7 +202,7 @@ def test_a_model_that_is_trained_in_evaluation_mode() -> None:
 
 
 class Heard(LoopCallback):
-    """Notes what it is told of."""
+    """Notes its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -236,7 +236,7 @@ def test_an_optimizer_that_nobody_names() -> None:
 
 
 def test_nothing_of_a_module_is_ever_seen() -> None:
-    """The loop has taken its method before, and makes an optimizer of its own."""
+    """The loop has stored the method before, and creates its own optimizer."""
     model, optimizer = new()
     forward = model.forward
     own = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,7 +20,7 @@ from tests.loops.methods import METHODS
 
 
 class Descent:
-    """An optimizer that is none of torch's, whose ``step`` attachments have to stand in for."""
+    """An optimizer that does not subclass torch's, whose ``step`` attachments replace."""
 
     def __init__(self, params: Any) -> None:
         self.params = list(params)

@@ -27,7 +27,7 @@ class Late(torch.autograd.Function):
 
 
 class Early(Late):
-    """A matmul with an autograd node of its own."""
+    """A matmul with its own autograd node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Early(Late):
 
 
 class Layer(nn.Module):
-    """A linear layer, then what is asked for."""
+    """A linear layer, then the given function."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def train(kind: str, callbacks: list[Any]) -> list[Tensor]:
 
 
 def per_sample(model: nn.Module) -> None:
-    """Gradients of each sample by itself, by a transformed function."""
+    """Gradients of each sample, by a transformed function."""
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(model, params, (x[None],)).square().mean()

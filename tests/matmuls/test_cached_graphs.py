@@ -128,7 +128,7 @@ def same_bits(one: Trained, other: Trained) -> bool:
 
 
 def forget() -> None:
-    """Forget what this process knows of compiled graphs, but not the caches on disk."""
+    """Forget the compiled graphs of this process, but not the caches on disk."""
     GRAPHS.clear()
 
 

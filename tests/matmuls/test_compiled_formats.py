@@ -70,7 +70,7 @@ class Mlp(nn.Module):
 
 
 class Zoo(nn.Module):
-    """Convolutions, both kinds of attention, a tied weight, and what Inductor takes to pieces."""
+    """Convolutions, both kinds of attention, a tied weight, and ops that Inductor decomposes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Steps(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Several modules of one class, which share what is compiled of the first."""
+    """Several modules of one class, which share the compiled code of the first."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

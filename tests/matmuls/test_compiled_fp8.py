@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    """Layers of one class, which share what is compiled of the first."""
+    """Layers of one class, which share the compiled code of the first."""
 
     def __init__(self, *, is_checkpointed: bool = False) -> None:
         super().__init__()

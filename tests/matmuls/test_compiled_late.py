@@ -66,7 +66,7 @@ def _fresh() -> Iterator[None]:
 
 
 def train(callbacks: list[Any], *, is_compiled: bool = True) -> dict[str, list[Any]]:
-    """Losses, weights, and what was known after each step."""
+    """Losses, weights, and the known units after each step."""
     module = Module(is_compiled=is_compiled)
     optimizer = optimizer_of(module)
     found: dict[str, list[Any]] = {"losses": [], "gauges": [], "graphs": [], "live": []}

@@ -65,7 +65,7 @@ def _fresh() -> Iterator[None]:
 
 
 def looked_at(*, is_compiled: bool) -> tuple[Gauge, Measurement, list[Tensor]]:
-    """Units by the first step, what the second one shows in them, and gradients and buffers."""
+    """Units of the first step, stored scales of the second, and gradients and buffers."""
     module, x = Module(is_compiled=is_compiled), torch.randn(64, 16)
     attached = AttachedSession(module, ["step"])
     units = attached.session.units
@@ -81,7 +81,7 @@ def looked_at(*, is_compiled: bool) -> tuple[Gauge, Measurement, list[Tensor]]:
 
 
 def extents(measurement: Measurement) -> dict[tuple[str, str], list[float]]:
-    """The smallest and the largest magnitude of all that a matmul reads."""
+    """The smallest and the largest magnitude of the operands of matmuls."""
     return {
         (matmul.site.name, matmul.slot): [
             number

@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Block(nn.Module):
-    """A residual block whose second matmul Inductor adds to what comes in."""
+    """A residual block whose second matmul Inductor adds to the skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_copies_are_saved_in_place_of_what_they_were_made_of(
 
 
 class Attention(nn.Module):
-    """Reads slices of a matmul, and gives another matmul what attention leaves out of order."""
+    """Reads slices of a matmul, and passes a permuted result of attention to another matmul."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_a_sum_runs_within_a_matmul_as_it_does_without_units() -> None:
 
 
 class Images(nn.Module):
-    """Inductor chooses in which layout the first convolution runs by what is saved."""
+    """Inductor chooses the layout of the first convolution by the saved tensors."""
 
     def __init__(self) -> None:
         super().__init__()

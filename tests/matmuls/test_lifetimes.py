@@ -305,7 +305,7 @@ def test_a_graph_has_the_same_names() -> None:
 
 
 def test_a_checkpoint_computes_again_what_it_has_computed() -> None:
-    """Rounded at random, what is computed again has the numbers of the first time."""
+    """With stochastic rounding, recomputed values are those of the first time."""
 
     class Blocks(nn.Module):
         def __init__(self, checkpoints: bool) -> None:

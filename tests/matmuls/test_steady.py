@@ -40,7 +40,7 @@ class Alternating(torch.autograd.Function):
 
 
 class Square(nn.Module):
-    """Matrices of 8 x 8, whose shapes say nothing, and one that is multiplied by itself."""
+    """Square matrices of equal shape, and one that is multiplied by itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ def _plain(make: Callable[[], nn.Module], rows: Tensor) -> Any:
 
 
 class _Asked(torch.autograd.Function):
-    """A convolution that asks for some of its gradients, with garbage in what these do not read."""
+    """A convolution with some of its gradients, and garbage in the unread operands."""
 
     @staticmethod
     def forward(
@@ -221,7 +221,7 @@ def test_gradients_per_sample(name: str, options: Any) -> None:
 
 
 class _First(nn.Module):
-    """A convolution of what needs no gradient, and another one."""
+    """A convolution whose input needs no gradient, and another one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ def test_modes_of_the_user_do_not_hear_of_units() -> None:
 
 
 class OwnAttention(torch.autograd.Function):
-    """A matmul, in whose backward pass an attention runs."""
+    """A matmul with an attention in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class _Step:
         return [param.grad for param in self.blocks.parameters() if param.grad is not None]
 
     def measured(self, partitioner: MeasuredPartitioner) -> PeakMeter:
-        """Measure one step; another goes before, so that what it leaves is known."""
+        """Measure the second of two steps, whose initial memory is known."""
         self(self.input)
         meter = partitioner.meter = PeakMeter(torch.device("cpu"))
         meter.start()

@@ -66,7 +66,7 @@ class Inverse(nn.Module):
 
 
 class Bilinear(nn.Module):
-    """Multiplies by a kernel that makes matmuls of its own, which autocast casts."""
+    """Multiplies by a kernel whose inner matmuls autocast casts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def test_a_storage_that_is_resized() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 6), st.integers(0, 6)), max_size=12))
 def test_live_bytes_are_the_sum_of_what_lives(lives: list[tuple[int, int, int]]) -> None:
-    """Against adding up, at every operator, the storages whose life it is in."""
+    """Against the sum, at every operator, of the storages that are alive."""
     spans = [(size, min(a, b), max(a, b)) for size, a, b in lives]
     events = []
     for place in range(7):

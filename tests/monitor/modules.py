@@ -510,7 +510,7 @@ class Script(Small):
 
 @odd
 class Averages(Small):
-    """Batch statistics, and an average of its own, held in buffers."""
+    """Batch statistics, and another average, in buffers."""
 
     def build(self) -> None:
         self.batch_norm = nn.BatchNorm1d(8)

@@ -20,7 +20,7 @@ OPTIMIZER_STEP = Optimizer.profile_hook_step(nothing).__code__
 
 
 class Multiplying(Optimizer):
-    """An optimizer with matmuls of its own, some before and some after the closure."""
+    """An optimizer with its own matmuls, before and after the closure."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module.parameters(), {})

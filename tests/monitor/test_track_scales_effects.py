@@ -135,7 +135,7 @@ def test_a_tensor_handed_on_as_it_is_has_one_gradient() -> None:
 
 
 class ReturnsItsInput(nn.Module):
-    """The caller reads the input as well: in results, or by itself."""
+    """The caller reads the input as well, in results or directly."""
 
     def __init__(self) -> None:
         super().__init__()

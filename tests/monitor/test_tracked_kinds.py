@@ -80,7 +80,7 @@ class DetachedView(Small):
 
 
 class HookedParameter(Small):
-    """Has the gradient of a parameter changed by a method of its own."""
+    """Changes the gradient of a parameter by a method that is a hook."""
 
     factor = 2.0
 

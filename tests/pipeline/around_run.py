@@ -257,7 +257,7 @@ CASES: dict[str, Callable[[], pl.LightningModule]] = {
 
 
 def train(folder: Path, case: str, num_ranks: int) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     name, schedule, scaled = (*case.split(":"), "", "")[:3]
     pl.seed_everything(4, workers=True, verbose=False)
     module = CASES[name]()

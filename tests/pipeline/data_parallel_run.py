@@ -25,7 +25,7 @@ BATCH, MICROBATCHES, REPLICAS = 16, 4, 2
 
 
 class Measured(Groups):
-    """Logs what is averaged, summed and counted over the replicas, and gathers from them."""
+    """Logs averages, sums and counts over the replicas, and gathers from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(folder: Path, kind: str, resume_from: str, case: str) -> None:
-    """Train two epochs and write down what came out."""
+    """Train two epochs and write the results."""
     options = CASES[case]
     pl.seed_everything(4, workers=True, verbose=False)
     module = options["module"]()

@@ -58,7 +58,7 @@ class Prepared:
 
     @cached_property
     def expected(self) -> Expected:
-        """The model by itself; asked for in a rank, since who has run it backward cannot fork."""
+        """The model in one process; run in a rank, since backward passes prevent a fork."""
         losses = []
         for _ in range(2):
             step = [_loss(self.module(**one)) for one in self.microbatches]

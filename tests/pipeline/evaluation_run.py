@@ -27,7 +27,7 @@ from tests.pipeline.trainers import quiet_trainer
 
 
 class Evaluated(GPT):
-    """Logs what is no mean over samples; the last batch is smaller and cannot be divided."""
+    """Logs values that are not means over samples; the last batch is smaller."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])

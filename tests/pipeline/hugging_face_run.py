@@ -219,7 +219,7 @@ def batches() -> list[BatchEncoding]:
 
 
 def train(folder: Path, case: str, num_ranks: int) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     pl.seed_everything(4, workers=True, verbose=False)
     module, recorder = module_of(case, folder), Recorder()
     callbacks = [recorder, *CALLBACKS.get(case, list)()]

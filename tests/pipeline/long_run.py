@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 
 
 def train(folder: Path, num_ranks: int, schedule: str, given: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     given, _, resume_from = given.partition("=")
     case, _, killed = given.partition("@")
     make_module, make_data, make_options = CASES[case]

@@ -92,7 +92,7 @@ class Memory(pl.Callback):
             self.validated.append(_bytes(module.parameters()))
 
     def found(self, trainer: Any, module: Any) -> dict[str, Any]:
-        """All counts, and what this rank has in the end: an optimizer's state for what it owns."""
+        """All counts, and this rank's final optimizer state, for its own parameters."""
         owned = [one for each in trainer.optimizers for one in each.state]
         sizes = {"whole": _bytes(module.parameters()), "owned": _bytes(owned)}
         counts = ("parameters", "gradients", "optimizer", "validated", "reads")
@@ -239,7 +239,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     options = CASES[case]
     pl.seed_everything(4, workers=True, verbose=False)
     module = options["module"]()

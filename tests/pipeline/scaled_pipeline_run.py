@@ -163,7 +163,7 @@ def _module(options: dict[str, Any]) -> pl.LightningModule:
 
 
 def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
-    """Train and write down what came out."""
+    """Train and write the results."""
     options = CASES[case]
     pl.seed_everything(4, workers=True, verbose=False)
     module = _module(options)

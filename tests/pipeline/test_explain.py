@@ -60,7 +60,7 @@ def test_a_plan() -> None:
 
 
 class Scored(nn.Module):
-    """A loss, and what it is of."""
+    """A loss, and its argument."""
 
     def __init__(self, returns: bool = True) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_what_is_sent_costs_both_sides() -> None:
 
 
 class Stepping(nn.Module):
-    """A module with a step of its own."""
+    """A module with its own step."""
 
     def __init__(self) -> None:
         super().__init__()

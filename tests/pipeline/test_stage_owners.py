@@ -11,7 +11,7 @@ from lightning_unitscale.pipeline.stage_owners import Ownership
 
 
 class Layers(nn.Module):
-    """Six layers; the order of the last two, and what else is used, are Python state."""
+    """Six layers; Python state decides the order of the last two and which others are used."""
 
     def __init__(self) -> None:
         super().__init__()

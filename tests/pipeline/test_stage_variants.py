@@ -91,7 +91,7 @@ def test_the_bits_of_the_stage(budget: Budget) -> None:
 
 @pytest.mark.slow
 def test_what_more_microbatches_take() -> None:
-    """The same plan: each microbatch more is what it saves more."""
+    """The same plan: each additional microbatch adds the bytes that it saves."""
     peaks = [_planned(_stage(), "min_cut", count)[1] for count in (1, 2, 4)]
     steps = [second.peak_bytes - first.peak_bytes for first, second in itertools.pairwise(peaks)]
     assert steps[1] == 2 * steps[0] > 0

@@ -291,7 +291,7 @@ class Changed(Noisy):
 
 
 class Embeds(Noisy):
-    """Calls forward with what depends on a parameter."""
+    """Calls forward with a value that depends on a parameter."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self(self.never(batch[0])), batch[1])
@@ -374,7 +374,7 @@ def test_what_cannot_be_captured_is_refused(
 
 
 class Keeper:
-    """An object that the step changes, and that is none of the module's."""
+    """An object outside the module that the step changes."""
 
     def __init__(self) -> None:
         self.count = 0

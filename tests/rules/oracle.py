@@ -65,7 +65,7 @@ def rules_alone(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def only_rules(module: nn.Module) -> Iterator[None]:
-    """Has the rules alone rewrite what is captured already, which is faster than a copy."""
+    """Applies only the rules to an existing capture, which is faster than a copy."""
     steps, matmuls = _steps(module), matmuls_of(module)
     matmuls.detach()
     passes = steps.passes
@@ -124,7 +124,7 @@ class MatmulMeter:
         return len(self.readings) + len(self.gradients)
 
     def see(self, name: str, operand: Tensor) -> None:
-        """Note what a kernel reads; a copy of an operand in another unit counts as a gradient."""
+        """Note the operands of a kernel; a copy in another unit counts as a gradient."""
         address = operand.untyped_storage().data_ptr()
         if not self.in_backward:
             self._seen[address] = operand
@@ -133,7 +133,7 @@ class MatmulMeter:
 
 
 class _Asked(TorchDispatchMode):
-    """Shows what a module asks torch's kernels of matmuls to read."""
+    """Show the operands of torch's matmul kernels for a module."""
 
     def __init__(self, see: See) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _Asked(TorchDispatchMode):
 
 
 def operands_of(module: nn.Module, *inputs: Any) -> MatmulMeter:
-    """RMS of what torch's kernels of matmuls read in one seeded step."""
+    """RMS of the operands of torch's matmul kernels in one seeded step."""
     module.zero_grad()
     torch.manual_seed(3)
     meter = MatmulMeter()
@@ -167,7 +167,7 @@ def operands_of(module: nn.Module, *inputs: Any) -> MatmulMeter:
 
 
 def share_within(values: list[tuple[str, float]], factor: float) -> float:
-    """Share of RMS values within a factor of 1; what is zero everywhere has none."""
+    """Share of RMS values within a factor of 1, without tensors of zeros."""
     sizes = [value for _, value in values if value != 0.0]
     assert sizes
     return sum(1 / factor <= size <= factor for size in sizes) / len(sizes)

@@ -69,7 +69,7 @@ OTHERS: dict[str, Foreach] = {
 
 
 class Taught(nn.Module):
-    """Follows a mean of its own past, which its step updates."""
+    """Follows a mean of its past values, which its step updates."""
 
     def __init__(self, update: Foreach = nothing, *, reads: bool = True) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def test_a_scaled_weight_that_is_read_outside_of_graphs(trains: bool) -> None:
 
 
 class Penalized(nn.Module):
-    """A loop with gradients of gradients, so Dynamo captures nothing of the function around it."""
+    """A loop with second derivatives, so Dynamo does not capture the function around it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def _bias_of_scores(m: Parts, h: Tensor) -> Tensor:
 
 
 def _losses(m: Parts, h: Tensor) -> Tensor:
-    """The second loss is of what was weighted by the first one."""
+    """The second loss reads a tensor that the first one weights."""
     first = m[1](h).square().mean()
     return first + m[2](h * first).square().mean()
 

@@ -51,7 +51,7 @@ def test_every_matmul_and_its_neighbors(name: str) -> None:
 
 
 def test_a_dropout_counts_by_its_own_share() -> None:
-    """Dynamo reads, as an input of the graph, what was another number in an earlier module."""
+    """An input of the graph had another value in an earlier module."""
     factors = []
     for share in (0.3, 0.4):
         layers = nn.Linear(W, W), nn.Dropout(share), nn.Linear(W, W)

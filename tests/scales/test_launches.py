@@ -20,7 +20,7 @@ STREAM = 7
 
 
 class Kernel:
-    """Stands for what ``triton.jit`` has made: notes launches by Triton, and repeated ones."""
+    """Replaces a kernel of ``triton.jit``, and notes launches by Triton and repeated ones."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Any, ...]] = []
@@ -91,7 +91,7 @@ def test_what_was_found_before_is_repeated(kernels: dict[str, Kernel], tensor: T
 
 
 def test_others_are_not(kernels: dict[str, Kernel]) -> None:
-    """Another shape, type or alignment is Triton's; what is copied first is read from the copy."""
+    """Triton launches other shapes, types or alignments; copied tensors are read from the copy."""
     rows, memory = _rows(), torch.randn(4096)
     rows.add(memory[:64])
     for tensor in (

@@ -333,7 +333,7 @@ def test_a_small_tensor_is_read_whole(row_of):
 
 
 def test_rows_of_a_step_are_those_of_each_tensor():
-    """However many share the buffer, and in whatever order they are asked for."""
+    """For any number of tensors in the buffer, in any order."""
     tensors = [torch.randn(1 + 997 * k % 40_000) * 2.0 ** (k % 9 - 4) for k in range(150)]
     tensors[7][3] = math.nan
     tensors += [torch.zeros(0), torch.zeros(9), torch.randn(5).bfloat16(), torch.randn(9).double()]

@@ -75,7 +75,7 @@ def test_other_tensors_begin_a_new_trend():
 
 
 def test_other_units_begin_a_new_trend():
-    """The value grows by nothing; what is stored did, since units follow it."""
+    """The value does not grow, but the stored value does, since its unit changes."""
     trends = AmaxTrends((FP16,), 500)
     for k in range(2 * NUM_SAMPLES):
         # A value of 2^6 in units that are taken anew at every sample up to the eighth.
