@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.copy_graphs import LINES, names_of_line
+from lightning_unitscale.capture.graph_variants import Variant
 from lightning_unitscale.capture.name_patterns import own_path
 from lightning_unitscale.matmuls.autograd_nodes import identity_of
 from lightning_unitscale.matmuls.gauge import UNSCALED
@@ -34,6 +35,8 @@ from lightning_unitscale.matmuls.torch_internals import (
 )
 from lightning_unitscale.matmuls.units import Units
 
+_RUN_GRAPH = Variant.__call__.__code__
+
 
 def frames() -> Iterator[FrameType]:
     """Yield the frames from the caller outwards, up to the engine that runs the current node."""
@@ -46,7 +49,8 @@ def frames() -> Iterator[FrameType]:
 
 def runs_in_graph() -> bool:
     """Check whether the code of a captured graph is on the stack."""
-    return any(id(frame.f_code) in LINES for frame in frames())
+    # AOTAutograd's graphs have no known lines.
+    return any(id(frame.f_code) in LINES or frame.f_code is _RUN_GRAPH for frame in frames())
 
 
 def function_arguments() -> Iterator[Tensor]:

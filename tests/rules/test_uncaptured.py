@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.rules.transform import unit_scale
-from tests.helpers import run
+from lightning_unitscale.transforms import remat
+from tests.helpers import assert_same_bits, run
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -84,3 +85,22 @@ def test_outside_of_the_steps_they_are_warned_of_once() -> None:
         Net().first(X)  # another model
         X @ scaled.first.weight.T  # no call of the layer
         torch.randn(4, 8) @ torch.randn(8, 4)
+
+
+class Experts(nn.Module):
+    """A matmul inside of an operator of transformers, which runs on its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 6], dtype=torch.int32)
+        run: Any = torch.ops.transformers.grouped_mm_fallback
+        return run(x, self.weight, ends).square().mean()
+
+
+def test_within_a_planned_graph_they_are_none() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    scaled = unit_scale(Experts())
+    assert_same_bits(run(remat(unit_scale(Experts()), 0.0), X), run(scaled, X))
