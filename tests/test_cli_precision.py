@@ -85,6 +85,18 @@ def test_rules_are_refused(tmp_path):
         run_on("u-mup", tmp_path)
 
 
+class NoBatch(FeedForward):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(4, 16), 8, drop_last=True)
+
+
+def test_data_without_a_batch_are_refused(tmp_path):
+    config = {"model": {"class_path": f"{__name__}.NoBatch"}, "trainer": {"accelerator": "cpu"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="`precision`: the training data has no batch"):
+        main(["precision", f"--config={tmp_path / 'run.yaml'}"])
+
+
 def test_tables_have_the_asked_formats(command, capsys):
     main([*command, "--formats=[E2M1FN]", "--limit=2"])
     printed = capsys.readouterr().out

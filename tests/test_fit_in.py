@@ -92,6 +92,7 @@ def test_nothing_fits(project: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "text"),
     [
         ([], r"memory=None: not a size\. Expected bytes, or a string such as 24GiB\. Pass"),
+        (["--memory=-5"], r"memory=-5: not a size\. Expected"),
         (["--memory=much"], r"memory='much': not a size\. Expected"),
         (["--memory=1GiB", "--max_shards=0"], "max_shards=0: not a count"),
         (["--memory=1GiB", "--trainer.precision=64-true"], "precision='64-true'.*Expected one of"),

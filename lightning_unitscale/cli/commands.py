@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_unitscale.arguments import check_choice, check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
+from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.cli.errors import OneLineParser, argument_error
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, device_type, name_with_type
@@ -251,7 +252,12 @@ class ProfileCLI(UnitScaleCLI):
         self.trainer._data_connector.attach_data(model, datamodule=data)
         self._job.configure(self.trainer, model, device_type(self._device))
         loader = (model if data is None else data).train_dataloader()
-        return self.trainer.precision_plugin.convert_input(next(iter(loader)))
+        for batch in loader:
+            return self.trainer.precision_plugin.convert_input(batch)
+        raise misconfigured(
+            f"`{self.command}`: the training data has no batch. Expected at least one. Check the "
+            "size of the data, and `drop_last`."
+        )
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         """Return the optimizer of the model. Its schedule costs nothing."""

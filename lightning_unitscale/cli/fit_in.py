@@ -114,7 +114,7 @@ class FitInCLI(ProfileCLI):
         if memory is None and gpu is not None:
             return gpu.memory_bytes - _CONTEXT_BYTES
         num_bytes = parse_bytes(int(memory) if str(memory).isdigit() else memory)
-        if not num_bytes:
+        if not num_bytes or num_bytes < 0:
             raise ValueError(
                 f"memory={memory!r}: not a size. Expected bytes, or a string such as 24GiB. Pass "
                 "the memory of the device, or name a GPU, such as --device h100."

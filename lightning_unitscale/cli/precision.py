@@ -98,9 +98,9 @@ class PrecisionCLI(ProfileCLI):
             print(json.dumps(report.as_json(), indent=1))
             return
         print(f"{report.table(self.config.limit)}\n\n{report.summary()}")
-        print("The smallest set that halves the damage:")
-        for name, computation in report.smallest_exemption():
-            print(f"  {name}: {computation}")
+        if chosen := report.smallest_exemption():
+            print("The smallest set that halves the damage:")
+            print("\n".join(f"  {name}: {computation}" for name, computation in chosen))
 
     def _load_weights(self, path: str) -> None:
         try:

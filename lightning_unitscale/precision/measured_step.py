@@ -122,10 +122,12 @@ class MeasuredStep:
             output = self._run()
             loss = find_loss(output) if self._loss is None else self._loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            name = f"module={type(self._module).__name__}: its step"
+            what = name if self._loss is None else f"loss={shown(self._loss)}: it"
             raise ValueError(
-                f"loss={shown(self._loss)}: the step of {type(self._module).__name__} returns no "
-                "scalar loss with a gradient. Expected a loss. Pass a function of the "
-                "step's output, such as loss=lambda output: output.square().mean()."
+                f"{what} returns no scalar loss with a gradient. Expected a loss of trained "
+                "parameters. Pass a function of the step's output, such as "
+                "loss=lambda output: output.square().mean(), or train a parameter."
             )
         return loss
 
