@@ -33,6 +33,7 @@ Path = tuple[int | str, ...]  # position of an argument: ``(0,)``, ``("weight",)
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_FRAME = re.compile(r"@\d+")  # within a name if the operation is part of an expanded one
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
 # Parts of Dynamo's paths that name no module. It reads ``__dict__`` if a class has ``__getattr__``.
 _NO_NAMES = frozenset({"", "_modules", "__self__", "__dict__"})
@@ -115,7 +116,7 @@ def tensor_name(node: fx.Node) -> str:
 
 def without_frame(name: str) -> str:
     """Return the name of a tensor without the number of its frame."""
-    return name.partition("@")[0]
+    return _FRAME.sub("", name)
 
 
 class Names:

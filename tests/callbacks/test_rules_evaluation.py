@@ -45,10 +45,12 @@ class Cached(Attending):
 @pytest.mark.parametrize("kind", [Attending, Cached])
 def test_the_loss_is_that_of_the_training_step(kind: type[Attending]) -> None:
     module = kind()
-    trainer, (trained, *_) = fit(module, unit_scale("u-mup"), data=DATA, val=DATA, max_steps=1)
-    validated = trainer.callback_metrics["val_loss"]
+    trainer, (trained, *_) = fit(
+        module, unit_scale("u-mup"), data=DATA, val=loader(16, 16), max_steps=1
+    )
+    (validated,) = trainer.validate(module, DATA, verbose=False)
     predicted: Any = trainer.predict(module, DATA)
-    for loss in (validated, F.cross_entropy(predicted[0], BATCH[1])):
+    for loss in (validated["val_loss"], F.cross_entropy(predicted[0], BATCH[1])):
         assert float(loss) == pytest.approx(float(trained["loss"]), rel=1e-5)
 
 

@@ -2,10 +2,13 @@
 
 import io
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_unitscale.capture.graph_nodes import ATTENTION
 from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.plan import Argument, Decision, ParameterPlan, RulePlan, key
 from lightning_unitscale.rules.transform import unit_scale
@@ -91,3 +94,24 @@ def test_what_is_decided_stays() -> None:
 )
 def test_a_decision_knows_whether_it_changes_anything(changed: dict, expected: bool) -> None:
     assert Decision("op", (), "kept", "", **changed).changes is expected
+
+
+def test_parts_of_an_attention_have_the_frame_within_their_names() -> None:
+    matmul = "attention_matmul"
+    scores = Decision(matmul, ("query", "key"), "rule", "", 0.5)
+    result = Decision(matmul, ("softmax", "value"), "rule", "", 2.0)
+    plan = RulePlan({f"step:{ATTENTION}.{matmul}": scores, f"step:{ATTENTION}": result})
+    identity = matmul, ("", "")
+    assert plan.find("step", f"{ATTENTION}@3.{matmul}", identity) is scores
+    assert plan.find("step", f"{ATTENTION}@3", identity) is result
+    assert plan.attentions == {ATTENTION: True}
+
+
+def test_an_operation_with_another_number_has_the_decision_if_one_fits() -> None:
+    first = Decision("linear", ("add", "w_1"), "rule", "", 0.5)
+    parameters: Any = {"w_1": None, "w_2": None}
+    plan = RulePlan({"step:linear": first}, parameters)
+    assert plan.find_alike("step", "linear_2", ("linear", ("add_1", "w_1"))) is first
+    assert plan.find_alike("step", "linear_2", ("linear", ("add_1", "w_2"))) is None
+    two = RulePlan({"step:linear": first, "step:linear_1": replace(first, output=2.0)}, parameters)
+    assert two.find_alike("step", "linear_2", ("linear", ("add_1", "w_1"))) is None
