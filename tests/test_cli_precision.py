@@ -85,6 +85,22 @@ def test_rules_are_refused(tmp_path):
         run_on("u-mup", tmp_path)
 
 
+def test_the_plugin_sets_formats_and_exemptions(tmp_path, capsys):
+    fp8 = {"class_path": "lightning_unitscale.FP8", "init_args": {"exempt": [["fc1", "forward"]]}}
+    plugin = {"class_path": "lightning_unitscale.UnitScaledPrecision"}
+    config = {
+        "model": {"class_path": f"{__name__}.FeedForward"},
+        "trainer": {"accelerator": "cpu", "plugins": [plugin | {"init_args": {"precision": fp8}}]},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    path = f"--config={tmp_path / 'run.yaml'}"
+    main(["precision", path, "--directions=1", "--pairs=1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    reasons = {(row["module"], row["computation"]): row["reason"] for row in found["matmuls"]}
+    assert reasons["fc1", "forward"] == "this computation is exempt"
+    assert reasons["fc2", "forward"] is None and ["fc1", "forward"] in found["exempt"]
+
+
 class NoBatch(FeedForward):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.randn(4, 16), 8, drop_last=True)

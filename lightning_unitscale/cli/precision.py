@@ -12,6 +12,7 @@ from lightning_unitscale.arguments import check_count
 from lightning_unitscale.callbacks import UnitScaleCallback
 from lightning_unitscale.callbacks.lightning_steps import step_arguments, step_context
 from lightning_unitscale.callbacks.options import LOSSLESS
+from lightning_unitscale.callbacks.precision_plugin import UnitScaledPrecision
 from lightning_unitscale.callbacks.precision_reports import formats_of
 from lightning_unitscale.cli.commands import ProfileCLI
 from lightning_unitscale.cli.profiled import ProfiledJob
@@ -27,7 +28,8 @@ class PrecisionCLI(ProfileCLI):
 
     The configuration is that of `fit`. The first training batch runs several times on the model,
     whose weights stay as they are. Formats and exemptions are those of the configuration's
-    `UnitScaleCallback`, if it has one. Nothing is trained, logged or saved.
+    `UnitScaleCallback` or `UnitScaledPrecision`, if it has one. Nothing is trained, logged or
+    saved.
     """
 
     command = "precision"
@@ -117,6 +119,8 @@ class PrecisionCLI(ProfileCLI):
         """Return the formats of the configuration's callback, and its exemptions."""
         trainer: Any = self.trainer
         found: list[Any] = [e for e in trainer.callbacks if isinstance(e, UnitScaleCallback)]
+        if isinstance(trainer.precision_plugin, UnitScaledPrecision):
+            found.append(trainer.precision_plugin.callback)
         for callback in found:
             if callback.method != LOSSLESS:
                 raise ValueError(

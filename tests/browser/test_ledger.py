@@ -45,7 +45,10 @@ def test_the_dashboard_has_the_tables(page, run):
         page.open(url + FRAME)
         check_tables(page, report)
         (title,) = page.texts(".ledger summary")
-        assert title.startswith("Precision of . at step ") and "E4M3FN, 5 of 8 computations rounded" in title
+        assert (
+            title.startswith("Precision of . at step ")
+            and "E4M3FN, 5 of 8 computations rounded" in title
+        )
         page.browser("tap", selector=".ledger summary")
         page.browser("tap", selector=".ledger tbody button")
         page.settle("app.state.selected !== null")
