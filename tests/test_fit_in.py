@@ -50,6 +50,16 @@ def _run(project: str, *options: str) -> dict[str, Any]:
     return found
 
 
+def test_a_precision_plugin_stands_for_its_base(project: str) -> None:
+    Path("plugin.yaml").write_text(
+        "trainer: {plugins: [{class_path: lightning_unitscale.UnitScaledPrecision, "
+        "init_args: {precision: fp8, base: bf16-mixed}}]}"
+    )
+    found = _run(project, "--memory=1MiB", "--max_shards=1", "--config=plugin.yaml")
+    assert found["cheapest"]["precision"] == "bf16-mixed"
+    main(["profile", f"--model={project}.Net", "--config=plugin.yaml", "--trainer.accelerator=cpu"])
+
+
 def test_what_fits_is_shown_and_written(project: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--memory=330KiB", "--max_shards=2", "--explain", "--trainer.max_epochs=3"]
     found = _run(project, *options)

@@ -174,6 +174,7 @@ class ProfileCLI(UnitScaleCLI):
     @override
     def before_instantiate_classes(self) -> None:
         trainer = self.config.trainer
+        use_base_precision(trainer)
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
         if isinstance(trainer.accelerator, str):
             known = ("gpu", "auto", *AcceleratorRegistry)
@@ -270,6 +271,19 @@ class ProfileCLI(UnitScaleCLI):
                 print(f"Of {len(optimizers)} optimizers, the step is profiled with the first.")
             optimizers = first["optimizer"] if isinstance(first, Mapping) else first
         return optimizers
+
+
+def use_base_precision(trainer: Any) -> None:
+    """Replace a `UnitScaledPrecision` in a configuration by its base."""
+    # Without a run there are no scaled matmuls.
+    given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]
+    for plugin in given:
+        if str(getattr(plugin, "class_path", "")).endswith(".UnitScaledPrecision"):
+            base = plugin.init_args.get("base", "32-true")
+            is_word, others = isinstance(base, (str, int)), [e for e in given if e is not plugin]
+            trainer.plugins = others if is_word else [*others, base]
+            if is_word:
+                trainer.precision = base
 
 
 class ExplainPipelineCLI(ProfileCLI):

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.callbacks.packages import misconfigured
-from lightning_unitscale.cli.commands import IGNORED, ProfileCLI
+from lightning_unitscale.cli.commands import IGNORED, ProfileCLI, use_base_precision
 from lightning_unitscale.cli.profiled import ProfiledJob
 from lightning_unitscale.memory.budgets import parse_bytes
 from lightning_unitscale.memory.fitting import Fit, SizedStep, byte_owners, owners_table
@@ -82,6 +82,7 @@ class FitInCLI(ProfileCLI):
     @override
     def before_instantiate_classes(self) -> None:
         trainer = self.config.trainer
+        use_base_precision(trainer)
         self._precision = str(trainer.precision or "32-true")
         self._accumulated = trainer.accumulate_grad_batches or 1
         super().before_instantiate_classes()
