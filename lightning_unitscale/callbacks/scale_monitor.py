@@ -29,7 +29,8 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.violations import Limits
-from lightning_unitscale.tensorboard.divergence import Divergence, compare_runs
+from lightning_unitscale.tensorboard.divergence import Divergence, find_divergence
+from lightning_unitscale.tensorboard.history import read_run
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
 
@@ -214,7 +215,8 @@ class ScaleMonitor(StepsCallback):
                 f"compare: path={str(path)!r}: this run has written nothing to TensorBoard. "
                 "Expected a TensorBoardLogger, and a sampled step on the rank that writes. Add one."
             )
-        return compare_runs(writer.written_folder(), path, ("this run", "path"))
+        this_run = read_run(writer.written_folder(), "this run")
+        return find_divergence(this_run, read_run(path, "path"))
 
     def _write(self, method: str, write: Callable[..., None], path: str | Path) -> None:
         if not self.snapshots:

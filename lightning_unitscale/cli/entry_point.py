@@ -22,7 +22,7 @@ from lightning_unitscale.cli.errors import CommandError, is_answer
 from lightning_unitscale.cli.fit_in import FitInCLI
 from lightning_unitscale.cli.precision import PrecisionCLI
 from lightning_unitscale.precision.diagnosis import diagnose
-from lightning_unitscale.tensorboard.divergence import compare_runs
+from lightning_unitscale.tensorboard.divergence import find_divergence
 from lightning_unitscale.tensorboard.history import LastStep, read_run
 from lightning_unitscale.tensorboard.run_report import write_report
 
@@ -58,7 +58,8 @@ def compare(args: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
     with parser.reading():
-        found = compare_runs(options.run_a, options.run_b, ("RUN_A", "RUN_B"))
+        a, b = read_run(options.run_a, "RUN_A"), read_run(options.run_b, "RUN_B")
+        found = find_divergence(a, b)
     print(json.dumps(found.to_json(), allow_nan=False) if options.json else found.text)
     if found.diverged:
         raise SystemExit(EXIT_DIVERGED)

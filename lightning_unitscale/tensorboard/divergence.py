@@ -51,9 +51,7 @@ class Divergence:
         return fields | {"inherited": list(self.inherited)}
 
 
-def compare_runs(
-    run_a: str | Path, run_b: str | Path, arguments: tuple[str, str] = ("run_a", "run_b")
-) -> Divergence:
+def compare_runs(run_a: str | Path, run_b: str | Path) -> Divergence:
     """Find the first step, tensor and direction in which two runs differ by more than chance.
 
     The runs may have other precisions, devices and parallel layouts, but sample the same steps.
@@ -61,7 +59,6 @@ def compare_runs(
     Args:
         run_a: Folder with the event files of a run that had a ``ScaleMonitor``.
         run_b: Folder of the other run.
-        arguments: Names of both in errors.
 
     Returns:
         The finding. ``text`` is a report in a few lines.
@@ -70,8 +67,7 @@ def compare_runs(
         FileNotFoundError: If a folder has no event files.
         ValueError: If a run has no scales, or the runs share no tensor or no sampled step.
     """
-    a, b = map(read_run, (run_a, run_b), arguments)
-    return find_divergence(a, b)
+    return find_divergence(read_run(run_a, "run_a"), read_run(run_b, "run_b"))
 
 
 def find_divergence(a: RunScales, b: RunScales) -> Divergence:
