@@ -156,7 +156,7 @@ def test_a_step_of_several_graphs_says_so_and_has_not_run() -> None:
 
     module = Printing()
     step = _captured(module)
-    with pytest.raises(NotOneGraphError, match="test_graph_call"):
+    with pytest.raises(NotOneGraphError, match="test_captured_step"):
         step.graph_call(torch.randn(3, 2))
     assert module.number == 0
     module(torch.randn(3, 2))

@@ -274,7 +274,7 @@ def test_with_lossless_unit_scaling_in_either_order() -> None:
             one = found[name]
             assert one is not None and one.bwd is not None and 0.5 < one.bwd.std < 2.0
         truth = metrics(reference)
-        assert all(found[name] == truth[name] for name in truth)
+        assert all(repr(found[name]) == repr(truth[name]) for name in truth)  # some have NaN
         graphs.append(model.scales_graph().tabulate())
     assert graphs[0] == graphs[1]
 
