@@ -520,7 +520,7 @@ class TestExplainPipeline:
         options = ["--num_stages=2", "--model.depth=2", "--data.batch_size=4"]
         main(["explain-pipeline", config, *tiny, *options])
         printed = capsys.readouterr().out
-        assert re.search(r"step \d+\.\d+ ms \(estimated\), bubble \d+\.\d%", printed)
+        assert re.search(r"step: \d+\.\d+ ms, of which the bubble is \d+\.\d%", printed)
         assert "stage 1 |." in printed
         assert not Path("logs").exists()
 
@@ -705,7 +705,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [("compare", "compare: the following arguments are required: RUN_A, RUN_B"),
-     ("diagnose nothere", "diagnose: directory='nothere': no such folder"),
+     ("diagnose nothere", "diagnose: RUN_DIR='nothere': no such folder"),
      ("report empty --nonsense", "report: unrecognized arguments: --nonsense"),
      ("fit --nonsense", "unrecognized arguments: --nonsense"),
      ("fit --config nothere.yaml", "config: File does not exist: "),
