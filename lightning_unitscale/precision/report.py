@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from lightning_unitscale.matmuls.computations import EXEMPT, Computation, Exemption, Exemptions
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
+from lightning_unitscale.scales.snapshot_rows import finite
 
 _HEADERS = ("matmul", "computation", "format", "damage", "FLOPs", "adds", "inherits",
             "why outside")  # fmt: skip
@@ -205,8 +206,8 @@ class PrecisionReport:
         )
         rest = [self.remainder(each).loss_change for each in self.formats]
         return {
-            "matmuls": [{name: _finite(getattr(row, name)) for name in names} for row in self.rows],
-            "remainder": _finite(max(rest, key=abs)),
+            "matmuls": [{name: finite(getattr(row, name)) for name in names} for row in self.rows],
+            "remainder": finite(max(rest, key=abs)),
             "exempt": [list(each) for each in (*self.exempt, *self.smallest_exemption())],
         }
 
@@ -306,8 +307,3 @@ def _percent(value: float | None) -> str:
     if value is None:
         return ""
     return f"{100 * value:.0f} %" if value > 0.1 else f"{100 * value:.2g} %"
-
-
-def _finite(value: Any) -> Any:
-    """Return a value that JSON has: ``None`` for NaN and infinities."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -78,7 +78,7 @@ class Judged:
         return next(iter(np.flatnonzero(self.history.steps == step).tolist()), None)
 
 
-def floors_of(pair: RunPair, history: PairHistory, direction: Direction) -> Doubles:
+def floors_of(pair: RunPair, history: PairHistory, direction: Direction, sums: Doubles) -> Doubles:
     """Return log2 of the magnitudes that count as zero, ``(T, P)``."""
     shape = history.shape_distance.shape
     if direction == "forward":
@@ -89,16 +89,16 @@ def floors_of(pair: RunPair, history: PairHistory, direction: Direction) -> Doub
     is_hidden = np.array([not readers for readers in pair.readers])
     is_bias = [any(pair.pairs[r].is_matmul for r in readers) for readers in pair.readers]
     zero = math.log2(_CANCELED * spacing) + _OF_HIDDEN * is_hidden
-    return np.where(is_bias | is_hidden, _sums(pair, history).max(axis=0) + zero, -np.inf)
+    return np.where(is_bias | is_hidden, sums.max(axis=0) + zero, -np.inf)
 
 
-def _sums(pair: RunPair, history: PairHistory) -> Doubles:
+def sums_of(pair: RunPair, history: PairHistory, direction: Direction) -> Doubles:
     """Return log2 of the RMS that gradients of biases and gains have if nothing cancels.
 
-    In the shape of ``log2_rms``; infinitely small for other tensors.
+    In the shape of ``log2_rms``; infinitely small for values and for other tensors.
     """
     sums = np.full(history.log2_rms.shape, -np.inf)
-    for k, each in enumerate(pair.pairs):
+    for k, each in enumerate(pair.pairs if direction == "backward" else ()):
         if not each.is_source or each.is_operand:
             continue
         if not pair.readers[k]:
@@ -120,6 +120,7 @@ def judge(
     pair: RunPair,
     history: PairHistory,
     direction: Direction,
+    sums: Doubles,
     floors: Doubles,
     is_noise: npt.NDArray[np.bool_],
 ) -> Judged:
@@ -129,7 +130,7 @@ def judge(
     if direction == "backward":
         # A sum whose terms cancel has larger relative errors than its terms.
         with np.errstate(invalid="ignore"):
-            canceled = (_sums(pair, history) - history.log2_rms).max(axis=0)
+            canceled = (sums - history.log2_rms).max(axis=0)
         few = few * np.exp2(np.nan_to_num(canceled).clip(0.0, _MOST_CANCELED))
     rounding = _ROUNDING[direction] * spacing * few
     states = np.array([each.is_state for each in pair.pairs]) & (direction == "forward")

@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
-from lightning_unitscale.tensorboard.chance import Judged, floors_of, judge
+from lightning_unitscale.scales.snapshot_rows import finite
+from lightning_unitscale.tensorboard.chance import Judged, floors_of, judge, sums_of
 from lightning_unitscale.tensorboard.history import RunScales, read_run
 from lightning_unitscale.tensorboard.run_pair import Doubles, RunPair
 
@@ -78,11 +79,12 @@ def find_divergence(a: RunScales, b: RunScales) -> Divergence:
     is_noise = np.zeros(len(pair.pairs), dtype=bool)
     for direction in reversed(DIRECTIONS):
         if (history := histories[direction]) is not None:
-            floors = floors_of(pair, history, direction)
+            sums = sums_of(pair, history, direction)
+            floors = floors_of(pair, history, direction, sums)
             if direction == "backward":
                 # Gradients that are rounding alone, in at least one of the steps.
                 is_noise = (history.log2_rms.min(axis=0) < floors).any(axis=0)
-            judged[direction] = judge(pair, history, direction, floors, is_noise)
+            judged[direction] = judge(pair, history, direction, sums, floors, is_noise)
     if not judged:
         raise ValueError(
             "run_a, run_b: they share no sampled step. Expected runs that sampled at least "
@@ -183,14 +185,9 @@ def _report(
     inherited = tuple(
         pair.pairs[j].name for j in _read(pair, direction, k) if excess[j] > _SUSPICIOUS
     )
-    a, b = (
-        float(value) if math.isfinite(value) else None for value in one.history.log2_rms[:, row, k]
-    )
-    chance = float(one.chance[row, k])
-    result = Divergence(
-        True, step, module, found.name, direction, inherited, (a, b),
-        chance if math.isfinite(chance) else None,
-    )  # fmt: skip
+    a, b = map(finite, one.history.log2_rms[:, row, k].tolist())
+    chance = finite(float(one.chance[row, k]))
+    result = Divergence(True, step, module, found.name, direction, inherited, (a, b), chance)
     return replace(result, text="\n".join(_lines(pair, one, row, result, k)))
 
 
