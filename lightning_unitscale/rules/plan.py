@@ -85,9 +85,14 @@ def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[s
         index += 1
 
 
+def _without_namesake(name: str) -> str:
+    """Return the name of a tensor without the numbers of its frame and among its namesakes."""
+    return without_frame(name.partition("~")[0])
+
+
 def _without_number(name: str) -> str:
     """Return the name of a tensor without its number among those of its module and operation."""
-    return _NUMBER.sub("", without_frame(name.partition("~")[0]))
+    return _NUMBER.sub("", _without_namesake(name))
 
 
 def _are_alike(
@@ -177,7 +182,7 @@ class RulePlan(Mapping[str, Decision]):
         # torch chooses by dropout, among others, so a training step's may differ from evaluation's.
         found: dict[str, bool] = {}
         for name, decision in self.decisions.items():
-            tensor = without_frame(name.partition("~")[0]).partition(":")[2]
+            tensor = _without_namesake(name).partition(":")[2]
             if _NUMBER.sub("", tensor).rpartition(".")[2] == ATTENTION:
                 found.setdefault(tensor, decision.op != ATTENTION)  # training comes first
         return found
@@ -185,17 +190,17 @@ class RulePlan(Mapping[str, Decision]):
     @functools.cached_property
     def _by_kind(self) -> dict[str, list[Decision]]:
         """Return the decisions by key without any numbers."""
-        found: dict[str, list[Decision]] = {}
-        for name, decision in self.decisions.items():
-            found.setdefault(_without_number(name), []).append(decision)
-        return found
+        return self._grouped(_without_number)
 
     @functools.cached_property
     def _by_base(self) -> dict[str, list[Decision]]:
         """Return the decisions by key without frames and numbers of namesakes."""
+        return self._grouped(_without_namesake)
+
+    def _grouped(self, shortened: Callable[[str], str]) -> dict[str, list[Decision]]:
         found: dict[str, list[Decision]] = {}
         for name, decision in self.decisions.items():
-            found.setdefault(without_frame(name.partition("~")[0]), []).append(decision)
+            found.setdefault(shortened(name), []).append(decision)
         return found
 
     def updated(self, other: RulePlan) -> RulePlan:
