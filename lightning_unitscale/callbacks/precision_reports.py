@@ -44,13 +44,15 @@ class PrecisionReports:
 
     def check(self, loop: Loop, *, is_captured: bool = False) -> None:
         """Refuse to measure later in a training that cannot be measured."""
+        if not self.is_measured:
+            return
         reasons = {
             "a report needs the steps of a Lightning Trainer": not isinstance(loop, LightningLoop),
             "a report cannot run captured steps": is_captured,
             "a report cannot run a step that calls the optimizer": optimizes_itself(loop.module),
         }
         for reason, is_true in reasons.items():
-            if self.is_measured and is_true:
+            if is_true:
                 raise ValueError(
                     f"exclude={MEASURED!r}: {reason}. Expected names or 'auto' here. Pass for "
                     "example FP8(exclude=['head'])."

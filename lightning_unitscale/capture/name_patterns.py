@@ -32,11 +32,15 @@ class NamePatterns:
     """Globs to include and to exclude, such as ``"blocks.0.*"``."""
 
     def __init__(
-        self, include: str | Sequence[str] | None = None, exclude: str | Sequence[str] | None = None
+        self,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        *,
+        argument: str = "include",  # the name that messages have for ``include``
     ) -> None:
-        self.include = _patterns("include", include)
+        self.include = _patterns(argument, include)
         self.exclude = _patterns("exclude", exclude)
-        self._unmatched = [("include", pattern) for pattern in self.include]
+        self._unmatched = [(argument, pattern) for pattern in self.include]
         self._unmatched += [("exclude", pattern) for pattern in self.exclude]
         self._names: dict[str, None] = {}  # kept as long as a pattern is unmatched
 

@@ -83,10 +83,10 @@ class Exemptions:
 
 def unmatched_exemptions(exempt: Iterable[Exemption], sites: Iterable[Site]) -> list[str]:
     """Return warnings about globs that match none of some matmuls."""
-    patterns = NamePatterns(include=[pattern for pattern, _ in exempt])
+    patterns = NamePatterns([pattern for pattern, _ in exempt], argument="exempt")
     for site in sites:
         patterns.match_names(site.name, site.module)
-    return [text.replace("include=", "exempt=", 1) for text in patterns.take_unmatched()]
+    return patterns.take_unmatched()
 
 
 def checked_exempt(exempt: Any) -> tuple[Exemption, ...]:
