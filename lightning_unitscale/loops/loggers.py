@@ -17,12 +17,11 @@ from lightning_unitscale.matmuls.coverage import Coverage
 from lightning_unitscale.precision.diagnosis import diagnose
 from lightning_unitscale.precision.report import PrecisionReport
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
-from lightning_unitscale.scales.layout import DIRECTIONS
+from lightning_unitscale.scales.layout import DIRECTIONS, finite
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import (
     ScaleSummary,
     exponent_histogram,
-    finite,
     lost_kinds,
     snapshot_rows,
 )

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.layout import DIRECTIONS
+from lightning_unitscale.scales.layout import DIRECTIONS, finite
 from lightning_unitscale.scales.snapshot_rows import lost_kinds
 from lightning_unitscale.scales.violations import percent
 from lightning_unitscale.tensorboard.table import Scales
@@ -89,7 +89,7 @@ def diagnose(
 
 def _alert(alert: ScaleAlert) -> dict[str, Any]:
     fields = {field: getattr(alert, field) for field in _FIELDS} | {"text": str(alert)}
-    return fields | {"value": alert.value if np.isfinite(alert.value) else None}
+    return fields | {"value": finite(alert.value)}
 
 
 def _shown(what: str, value: float) -> str:

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from lightning_unitscale.matmuls.computations import EXEMPT, Computation, Exemption, Exemptions
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
-from lightning_unitscale.scales.snapshot_rows import finite
+from lightning_unitscale.scales.layout import finite
 
 _HEADERS = ("matmul", "computation", "format", "damage", "FLOPs", "adds", "inherits",
             "why outside")  # fmt: skip

@@ -14,7 +14,7 @@ import functools
 import json
 import math
 from dataclasses import astuple, dataclass, field
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -322,3 +322,8 @@ class TensorStatistics:
 
     def _value(self, column: str) -> float:
         return float(self.row[self.layout.index(column)])
+
+
+def finite(value: Any) -> Any:
+    """Return the value, or ``None`` for NaN and infinities, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

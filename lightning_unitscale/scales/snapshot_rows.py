@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from lightning_unitscale.scales.layout import (
     Direction,
     FloatArray,
     RowLayout,
+    finite,
 )
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import judged_by_format
@@ -97,11 +97,6 @@ def write_json_lines(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> No
                 # is 0.
                 numbers = {key: finite(value) for key, value in row.items()}
                 file.write(json.dumps(numbers, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """Return the value, or ``None`` for a number that is NaN or infinite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightning_unitscale.scales.layout import DIRECTIONS, Direction
-from lightning_unitscale.scales.snapshot_rows import finite
+from lightning_unitscale.scales.layout import DIRECTIONS, Direction, finite
 from lightning_unitscale.tensorboard.chance import Judged, floors_of, judge, sums_of
 from lightning_unitscale.tensorboard.history import RunScales, read_run
 from lightning_unitscale.tensorboard.run_pair import Doubles, RunPair

@@ -284,7 +284,6 @@ def test_tensorboard_finds_the_plugin():
     assert all(one.load() is ScalesLoader for one in found)
 
 
-@pytest.mark.slow
 def test_tensorboard_does_not_wait_for_torch():
     code = (
         "import sys; import lightning_unitscale.tensorboard.plugin; "
