@@ -90,7 +90,7 @@ TORCH_ADAPTERS = (
     "pipeline/dataflow.py",
     "pipeline/rank_parameters.py",
     "pipeline/torch_engine.py",
-    "scales/launches.py",
+    "scales/transfer.py",
 )
 
 # Private by name only: the whole ecosystem uses it for nested inputs, and torch has no alternative.

@@ -27,9 +27,9 @@ from lightning_unitscale.monitor.torch_state import (
     unseen,
 )
 from lightning_unitscale.patching import nothing
-from lightning_unitscale.scales.block_rows import BlockRows, ReadBlocks, TakenBlocks
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.statistics import ReadRows, StepRows, TakenRow
+from lightning_unitscale.scales.torch_rows import BlockRows, ReadBlocks, TakenBlocks
 
 # Operations that may lie between an argument and a matmul's operand, or between its result and the
 # function's result: casts, views, copies, padding, factors and biases.

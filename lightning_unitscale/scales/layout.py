@@ -88,7 +88,7 @@ class RowLayout:
     fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     # The columns that a device computes. One light row serves all units and formats of a sampled
     # layout; ``completed_rows`` turns it into estimates of all elements. Blocks have rows of their
-    # own (``block_rows.py``).
+    # own (``torch_rows.py``).
     measured: RowLayout = field(init=False, repr=False, compare=False)
     columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
     # The layout as JSON, for an operator or an event file.

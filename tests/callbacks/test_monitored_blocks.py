@@ -18,10 +18,10 @@ from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE
 from lightning_unitscale.monitor.rows import Measuring, TensorRow
 from lightning_unitscale.monitor.watcher import StepWatcher
 from lightning_unitscale.precision.diagnosis import diagnose
-from lightning_unitscale.scales.block_rows import block_row
 from lightning_unitscale.scales.layout import Direction, RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.snapshot_rows import summarize
+from lightning_unitscale.scales.torch_rows import block_row
 from lightning_unitscale.tensorboard.history import LastStep, read_run
 from lightning_unitscale.tensorboard.responses import fractions_frame
 from lightning_unitscale.tensorboard.table import scale_table

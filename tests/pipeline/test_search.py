@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
+from lightning_unitscale.pipeline.balance import CutCandidate, choose_cuts, thinned
 from lightning_unitscale.pipeline.schedules import simulate_1f1b
-from lightning_unitscale.pipeline.search import CutCandidate, choose_cuts, thinned
 
 RATE = 100.0
 FAST = 1e9

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_unitscale.formats import BLOCK_FORMATS, MXFP4, NVFP4, BlockFormat
 from lightning_unitscale.quantize import quantize_blocks
-from lightning_unitscale.scales.block_rows import BlockRows, block_row, sampled_blocks
 from lightning_unitscale.scales.layout import BLOCK_COLUMNS, RowLayout
+from lightning_unitscale.scales.torch_rows import BlockRows, block_row, sampled_blocks
 from tests.helpers import sampled
 
 FORMATS = list(BLOCK_FORMATS.values())
