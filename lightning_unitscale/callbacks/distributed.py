@@ -19,8 +19,7 @@ from torch import Tensor
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.capture.dynamo_capture import static_shapes
 from lightning_unitscale.loops.ranks import gathered, is_distributed
-from lightning_unitscale.matmuls.measured_operands import combined_rms
-from lightning_unitscale.matmuls.measurement import Measurement
+from lightning_unitscale.matmuls.measurement import Measurement, combined_rms
 from lightning_unitscale.scales.layout import FloatArray
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot, merged_by_name

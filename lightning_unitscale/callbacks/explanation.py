@@ -21,7 +21,7 @@ from lightning_unitscale.matmuls.coverage import (
 )
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.matmuls.matmul_formats import WIDE_GRADIENT
-from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measurement import Unrepresentable
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.tensorboard.table import STEP_ITSELF

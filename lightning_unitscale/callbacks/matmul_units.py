@@ -28,8 +28,7 @@ from lightning_unitscale.matmuls.coverage import CoverageCounter
 from lightning_unitscale.matmuls.fp8_linear import numerics_of
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
-from lightning_unitscale.matmuls.measured_operands import Unrepresentable, is_late_look
-from lightning_unitscale.matmuls.measurement import Measurement
+from lightning_unitscale.matmuls.measurement import Measurement, Unrepresentable, is_late_look
 from lightning_unitscale.matmuls.scaled_methods import AttachedSession
 from lightning_unitscale.matmuls.session import MatmulSession
 from lightning_unitscale.matmuls.units import Units

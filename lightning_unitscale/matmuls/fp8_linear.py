@@ -40,12 +40,13 @@ from lightning_unitscale.matmuls.matmul_formats import (
     SimulateFormat,
     TensorKind,
 )
-from lightning_unitscale.matmuls.measured_operands import (
+from lightning_unitscale.matmuls.measurement import (
+    FORWARD,
+    Site,
     Unrepresentable,
     stored_row,
     unrepresentable_among,
 )
-from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.owners import asking_session
 from lightning_unitscale.matmuls.rounding import (
     FlushedOperands,

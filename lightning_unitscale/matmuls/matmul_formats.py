@@ -35,8 +35,7 @@ from lightning_unitscale.matmuls.computations import (
     Exemptions,
     computations_of,
 )
-from lightning_unitscale.matmuls.measured_operands import Unrepresentable
-from lightning_unitscale.matmuls.measurement import Site
+from lightning_unitscale.matmuls.measurement import Site, Unrepresentable
 from lightning_unitscale.quantize import FormatLike, Rounding, check_rounding, checked_format
 
 Grid = Literal["fixed", "moving"]

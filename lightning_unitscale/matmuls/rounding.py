@@ -32,8 +32,7 @@ from lightning_unitscale.matmuls.computations import (
 from lightning_unitscale.matmuls.coverage import join_first
 from lightning_unitscale.matmuls.execute import Matmul, run_in_units, run_scaled
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid, SimulateFormat
-from lightning_unitscale.matmuls.measured_operands import MAX_FLUSHED, Unrepresentable
-from lightning_unitscale.matmuls.measurement import FORWARD, Site
+from lightning_unitscale.matmuls.measurement import FORWARD, MAX_FLUSHED, Site, Unrepresentable
 from lightning_unitscale.matmuls.torch_internals import Kernel
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 from lightning_unitscale.scales.violations import percent

@@ -34,8 +34,14 @@ from lightning_unitscale.matmuls.calls import (
 )
 from lightning_unitscale.matmuls.coverage import NO_UNIT, CoverageCounter, Kind
 from lightning_unitscale.matmuls.execute import Matmul, forget_copy, least_size, run_in_units
-from lightning_unitscale.matmuls.measured_operands import Unrepresentable
-from lightning_unitscale.matmuls.measurement import FORWARD, Extent, Extents, Measurement, Site
+from lightning_unitscale.matmuls.measurement import (
+    FORWARD,
+    Extent,
+    Extents,
+    Measurement,
+    Site,
+    Unrepresentable,
+)
 from lightning_unitscale.matmuls.rounding import Numerics
 from lightning_unitscale.matmuls.sites import LOSS, Run, Sites, runs_in_graph
 from lightning_unitscale.matmuls.steady import note_backward, note_forward

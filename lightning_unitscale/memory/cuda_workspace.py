@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_unitscale.memory import gpu_recurrent, operator_bytes
+from lightning_unitscale.memory import gpu_kernels, operator_bytes
 from lightning_unitscale.memory.gpus import GPU
 
 Formula = Callable[[GPU, Sequence[Any], Any], int]
@@ -317,8 +317,8 @@ _FORMULAS: dict[Any, Formula] = operator_bytes.by_operator(
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
-        "_cudnn_rnn": _plain(gpu_recurrent.forward_workspace),
-        "_cudnn_rnn_backward": _plain(gpu_recurrent.backward_workspace),
+        "_cudnn_rnn": _plain(gpu_kernels.forward_workspace),
+        "_cudnn_rnn_backward": _plain(gpu_kernels.backward_workspace),
         "embedding_dense_backward": _embedding_backward,
         **dict.fromkeys(
             ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_"), _index_put

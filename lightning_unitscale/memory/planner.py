@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from lightning_unitscale.memory.blocks import Blocks, find_blocks, segment_members
-from lightning_unitscale.memory.budgets import Budget, check_budget, limit_of, refusal
 from lightning_unitscale.memory.chain import EndingRuns, Run, choose_options, ending_runs
 from lightning_unitscale.memory.min_cut import CutNetwork, non_dominated
 from lightning_unitscale.memory.offload import HostLink, offloads, without_moved
@@ -22,7 +21,13 @@ from lightning_unitscale.memory.problem import (
     recomputed,
     wanted,
 )
-from lightning_unitscale.memory.profile_report import format_bytes
+from lightning_unitscale.memory.profile_report import (
+    Budget,
+    check_budget,
+    format_bytes,
+    limit_of,
+    refusal,
+)
 from lightning_unitscale.memory.remat_plan import RematPlan
 from lightning_unitscale.memory.schedule import backward_order, input_bytes, simulate_plan
 

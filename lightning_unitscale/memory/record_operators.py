@@ -29,8 +29,7 @@ from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.graph_nodes import module_path, op_name, tensors_in, unique_name
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.memory.costs import operator_costs
-from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of
-from lightning_unitscale.memory.gpu_recurrent import run_kernel
+from lightning_unitscale.memory.gpu_kernels import DeviceCalls, calls_of, run_kernel
 from lightning_unitscale.memory.gpus import GPU
 from lightning_unitscale.memory.reserved import KeptWorkspaces
 from lightning_unitscale.memory.step_record import (

@@ -26,8 +26,7 @@ from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.fake_step import FakeStep, own_loss
-from lightning_unitscale.memory.gpu_kernels import DeviceCalls
-from lightning_unitscale.memory.gpu_recurrent import run_kernel
+from lightning_unitscale.memory.gpu_kernels import DeviceCalls, run_kernel
 from lightning_unitscale.memory.gpus import parse_device
 from lightning_unitscale.memory.joint_graph import JointGraphReader, is_mutable
 from lightning_unitscale.memory.problem import NodeRegion, RematNode, RematProblem

@@ -27,7 +27,7 @@ from lightning_unitscale.capture.graph_recorder import GraphInterpreter
 from lightning_unitscale.capture.graph_variants import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.capture.step_messages import CaptureError
-from lightning_unitscale.matmuls.measured_operands import root_mean_square
+from lightning_unitscale.matmuls.measurement import root_mean_square
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.flow import DIVIDED, TIMES, Flow, is_operation, parameter_path
 from lightning_unitscale.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan, key

@@ -25,7 +25,7 @@ from lightning_unitscale.capture.graph_nodes import (
 )
 from lightning_unitscale.capture.passes import StepGraph
 from lightning_unitscale.functional import rules
-from lightning_unitscale.matmuls.measured_operands import root_mean_square
+from lightning_unitscale.matmuls.measurement import root_mean_square
 
 # Names in a captured graph that differ from the public ones.
 _ALIASES = {"attention_matmul": torch.matmul, "safe_softmax": torch.softmax}

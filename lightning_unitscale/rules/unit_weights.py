@@ -18,7 +18,7 @@ from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.graph_recorder import stored_elements
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.matmuls.autograd_nodes import after_backward, autograd_operations
-from lightning_unitscale.matmuls.measured_operands import root_mean_square
+from lightning_unitscale.matmuls.measurement import root_mean_square
 from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.plan import ParameterPlan
 from lightning_unitscale.scales.transfer import HostCopy, numbers_on

@@ -23,7 +23,7 @@ from lightning_unitscale.functional.low_precision import OPERAND
 from lightning_unitscale.matmuls import compiled_formats
 from lightning_unitscale.matmuls.compiled_formats import FormatsInGraph, RoundedGraph
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
-from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measurement import Unrepresentable
 from lightning_unitscale.transforms import compile, fp8_linears, lossless_unit_scale
 from tests.helpers import assert_same_bits
 

@@ -17,7 +17,7 @@ from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_
 from lightning_unitscale.capture.module_steps import steps_of
 from lightning_unitscale.matmuls import matmul_formats as fp8
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears
-from lightning_unitscale.matmuls.measured_operands import Unrepresentable
+from lightning_unitscale.matmuls.measurement import Unrepresentable
 from lightning_unitscale.transforms import (
     fp8_linears,
     lossless_unit_scale,

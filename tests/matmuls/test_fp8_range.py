@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
 from lightning_unitscale.matmuls.fp8_linear import FP8Matmuls
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears
-from lightning_unitscale.matmuls.measured_operands import (
+from lightning_unitscale.matmuls.measurement import (
     FORMATS,
     NUM_SHARES,
     Unrepresentable,

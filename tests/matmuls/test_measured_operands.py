@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.matmuls.measured_operands import root_mean_square
 from lightning_unitscale.matmuls.measurement import (
     FORWARD,
     Extent,
     MeasuredMatmul,
     Measurement,
     Site,
+    root_mean_square,
 )
 from lightning_unitscale.matmuls.module_matmuls import find_loss
 from lightning_unitscale.transforms import lossless_unit_scale
