@@ -159,15 +159,15 @@ MUTATIONS = (
     Mutation(
         "a graph that is compiled leaves its addends in true units",
         "matmuls/joint_units.py",
-        "args[position] = self._scaled(args[position], (factors, index), node, name)",
+        "args[position] = self._scaled(args[position], factor_of(index), node, name)",
         "args[position] = args[position]",
         "matmuls/test_aot_pass.py -k submodule",
     ),
     Mutation(
         "a compiled backward pass takes the units in force, not those of its forward pass",
         "matmuls/compiled_graphs.py",
-        "return GRAPHS[number].parts(factors, matmuls)",
-        "return GRAPHS[number].parts(GRAPHS[number].factors(factors.device), matmuls)",
+        "return GRAPHS[number].parts(factors)",
+        "return GRAPHS[number].parts(GRAPHS[number].factors(factors.device))",
         "matmuls/test_joint_units.py -k its_forward_pass",
     ),
     Mutation(

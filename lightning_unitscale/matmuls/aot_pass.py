@@ -138,7 +138,7 @@ class _Finishing:
         with self._graph.inserting_before(first):
             args = (self._number, self._text, device, is_backward)
             factors = new(_OURS.compiled_factors.default, *args)
-            self._scaling.parts = new(parts_of, factors, None, self._number, [])
+            self._scaling.parts = new(parts_of, factors, None, self._number)
 
     def _found(self, rule: MatmulRule | None, node: fx.Node) -> int | None:
         """Return the index of a node's matmul, which Inductor renames when it fuses a sum."""

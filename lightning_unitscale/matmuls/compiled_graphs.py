@@ -30,6 +30,7 @@ from lightning_unitscale.matmuls.compiled_runs import (
     GraphRuns,
     LookedAt,
     PlainMatmul,
+    block_of,
     matmul_of,
     note_caller,
     row_of,
@@ -81,8 +82,9 @@ class CompiledGraph(GraphRuns):
         self._code = code  # of the graph, by which graphs with equal matmuls differ
         self.matmuls: list[CompiledMatmul | PlainMatmul] = []
         self.num_factors = 0
-        # Of some matmuls: their first factor, the sizes of all from there, and which are theirs.
-        self._layouts: dict[tuple[int, ...], tuple[int, list[int], list[int]]] = {}
+        # Consecutive matmuls of a block read their factors from one part of them.
+        self._part_sizes: list[int] = []
+        self._block: str | None = None  # of the last matmul
         # The matmuls that are measured together, by their text.
         self.looks: dict[str, tuple[LookedAt, ...]] = {}
         # By the sites of a session, since several blocks of a model may share the graph.
@@ -101,8 +103,12 @@ class CompiledGraph(GraphRuns):
             matmul.kin = first.kin
             matmul.kin.append(matmul)
             self.num_factors += matmul.num_factors
+            if self._block != (block := block_of(matmul.matmul_names.path)):
+                self._part_sizes.append(0)
+                self._block = block
+            matmul.part, matmul.offset = len(self._part_sizes) - 1, self._part_sizes[-1]
+            self._part_sizes[-1] += matmul.num_factors
         self.matmuls.append(matmul)
-        self._layouts.clear()
 
     @functools.cached_property
     def description(self) -> tuple[int, str]:
@@ -162,25 +168,13 @@ class CompiledGraph(GraphRuns):
         # Inductor may reuse the memory of an operator's result after its last read.
         return factors.on(device).clone()
 
-    def parts(self, factors: Tensor, matmuls: Sequence[int]) -> list[Tensor]:
-        """Return the factors of some matmuls, each in its own memory."""
-        # A factor's offset is part of a kernel's code. Without offsets, equal layers share kernels.
-        if not matmuls:
-            return []
-        if (known := self._layouts.get(matmuls := tuple(matmuls))) is None:
-            between = [
-                matmul
-                for matmul in self.matmuls[min(matmuls) : max(matmuls) + 1]
-                if isinstance(matmul, CompiledMatmul)
-            ]
-            position = {matmul.number: index for index, matmul in enumerate(between)}
-            sizes = [matmul.num_factors for matmul in between]
-            known = between[0].start, sizes, [position[number] for number in matmuls]
-            self._layouts[matmuls] = known
-        start, sizes, positions = known
-        parts = [factors.new_empty(size) for size in sizes]
-        torch.split_with_sizes_copy(factors.narrow(0, start, sum(sizes)), sizes, out=parts)
-        return [parts[position] for position in positions]
+    def parts(self, factors: Tensor) -> list[Tensor]:
+        """Return the parts of the factors, each in its own memory."""
+        # An offset is part of a kernel's code. Within parts they are equal, and so equal blocks
+        # share kernels.
+        parts = [factors.new_empty(size) for size in self._part_sizes]
+        torch.split_with_sizes_copy(factors, self._part_sizes, out=parts)
+        return parts
 
     def look(self, tensors: Sequence[Tensor], text: str) -> None:
         """Count matmuls, and measure their operands and addends."""
@@ -254,11 +248,9 @@ def _factors(number: int, text: str, device: torch.device, is_backward: bool) ->
     return _graph(number, text).factors(device, is_backward=is_backward)
 
 
-def _parts(
-    factors: Tensor, gradient: Tensor | None, number: int, matmuls: list[int]
-) -> list[Tensor]:
+def _parts(factors: Tensor, gradient: Tensor | None, number: int) -> list[Tensor]:
     note_caller()
-    return GRAPHS[number].parts(factors, matmuls)
+    return GRAPHS[number].parts(factors)
 
 
 def _order(number: int, text: str, device: torch.device, is_backward: bool) -> Tensor:
@@ -277,9 +269,9 @@ define_operator(
 )
 define_operator(
     # It does not read the gradient, which only assigns it to the backward pass.
-    "parts_of_factors(Tensor factors, Tensor? gradient, int graph, int[] matmuls) -> Tensor[]",
+    "parts_of_factors(Tensor factors, Tensor? gradient, int graph) -> Tensor[]",
     _parts,
-    lambda factors, gradient, graph, matmuls: GRAPHS[graph].parts(factors, matmuls),
+    lambda factors, gradient, graph: GRAPHS[graph].parts(factors),
     torch.Tag.cudagraph_unsafe,
     torch.Tag.flexible_layout,
 )

@@ -73,6 +73,8 @@ class CompiledMatmul(GraphMatmul):
 
     dtype: torch.dtype  # of its operands
     start: int = 0  # index of its first factor among those of the graph
+    part: int = 0  # which part of the factors contains its own
+    offset: int = 0  # index of its first factor in this part
     is_scaled: bool = False  # already in the joint graph
     # The matmuls of its site in this graph, itself included.
     kin: list[CompiledMatmul] = field(default_factory=list)
@@ -120,6 +122,14 @@ class CompiledMatmul(GraphMatmul):
         units = tuple(0 if self.stays(index) else unit or 0 for index, unit in known)
         back = [units[index] for index, source in enumerate(self.sources) if source is None]
         return [*self.rule.exponents(units), *back]
+
+
+def block_of(path: str) -> str:
+    """Return the innermost module of a list or sequence that contains the module of this path."""
+    names = path.split(".")
+    while names and not names[-1].isdecimal():
+        names.pop()
+    return ".".join(names)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ its forward pass. On a CPU a gradient is written only scaled if its other reader
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Collection, Sequence
@@ -125,9 +126,9 @@ class UnitsInGraph:
             # Recomputed in the backward graph, they would be the factors of another run.
             factors.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
             parts_of = _OURS.parts_of_factors.default
-            forward.parts = forward.new(parts_of, factors, None, key, [])
+            forward.parts = forward.new(parts_of, factors, None, key)
             if tangents:
-                backward.parts = backward.new(parts_of, factors, tangents[0], key, [])
+                backward.parts = backward.new(parts_of, factors, tangents[0], key)
         for node, matmul in found:
             matmul.is_scaled = node in in_units
             if matmul.is_scaled:
@@ -159,47 +160,44 @@ class Scaling(NewNodes):
         self, graph: fx.Graph, copies: Any = None, in_units: Collection[fx.Node] = ()
     ) -> None:
         super().__init__(graph)
-        self.parts: Any = None  # the node that gives the factors of matmuls, in a tensor for each
+        self.parts: Any = None  # the node that gives the parts of the factors
+        self._parts: dict[int, fx.Node] = {}
         # By their source, and by the name of the unit.
         self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, _Name | None], fx.Node] = {}
         self._in_units = in_units
 
-    def _factors_of(self, matmul: CompiledMatmul) -> fx.Node:
-        *others, numbers = self.parts.args
-        if matmul.number not in numbers:
-            # Add to the fake tensors. Making all of them again would be quadratic in the layers.
-            added = self._run(self.parts.target, (*others, [matmul.number]), {})
-            numbers = [*numbers, matmul.number]
-            self.parts.args = (*others, numbers)
-            self.parts.meta["val"] = [*value_of(self.parts), *added]
-        position = numbers.index(matmul.number)
-        with self._graph.inserting_after(self.parts):
-            factors = self._graph.call_function(operator.getitem, (self.parts, position))
-        factors.meta["val"] = value_of(self.parts)[position]
-        return factors
+    def _factor_of(self, matmul: CompiledMatmul, index: int) -> _Factor:
+        if matmul.part not in self._parts:
+            with self._graph.inserting_after(self.parts):
+                part = self._graph.call_function(operator.getitem, (self.parts, matmul.part))
+            part.meta["val"] = value_of(self.parts)[matmul.part]
+            self._parts[matmul.part] = part
+        return self._parts[matmul.part], matmul.offset + index
 
     def scale(self, node: fx.Node, rule: MatmulRule, matmul: CompiledMatmul) -> None:
         """Scale a matmul."""
         args = list(node.args)
-        factors = self._factors_of(matmul)
         names = matmul.names
+        factor_of = functools.partial(self._factor_of, matmul)
         with self._graph.inserting_before(node):
             for index, position in enumerate(rule.operands):
                 if not matmul.stays(index):
-                    factor = factors, index
-                    back = matmul.num_factors - 1 if matmul.sources[index] is None else None
-                    args[position] = self._scaled(args[position], factor, node, names[index], back)
+                    is_gradient = matmul.sources[index] is None
+                    back = factor_of(matmul.num_factors - 1) if is_gradient else None
+                    args[position] = self._scaled(
+                        args[position], factor_of(index), node, names[index], back
+                    )
             for position, index in rule.taking_factors(args):
                 name = names[index] if index < len(names) else None
-                args[position] = self._scaled(args[position], (factors, index), node, name)
+                args[position] = self._scaled(args[position], factor_of(index), node, name)
         node.args = tuple(args)
         results: list[tuple[Any, fx.Node]] = [(0, node)]
         if not isinstance(value_of(node), Tensor):
             results = [(user.args[1], user) for user in node.users]
         for index, result in results:
             if index < len(rule.results) and (powers := rule.results[index]) is not None:
-                factor = factors, len(names) + 1 + index
+                factor = factor_of(len(names) + 1 + index)
                 (scaled,) = self._read_through(result, [factor], result.meta)
                 if 1 in powers and powers.count(0) == len(powers) - 1:
                     # The operator's own result is the copy in that operand's unit.
@@ -223,7 +221,7 @@ class Scaling(NewNodes):
         factor: _Factor,
         matmul: fx.Node,
         name: _Name | None = None,
-        back: int | None = None,
+        back: _Factor | None = None,
     ) -> fx.Node:
         """Multiply a tensor by a factor, in the same arrangement."""
         chain = list(arranged(node))
@@ -240,8 +238,7 @@ class Scaling(NewNodes):
             if back is not None and copies is self.copies and self._may_stand_for(node):
                 # Written once, as without units. If elements would be lost in its unit, its
                 # matmuls run unscaled, and the factor is 1.
-                factors = [factor, (factor[0], back)]
-                result, gradient = self._read_through(node, factors, meta)
+                result, gradient = self._read_through(node, [factor, back], meta)
                 copies[gradient, name] = result
             else:
                 result = self._times(node, factor, meta)
