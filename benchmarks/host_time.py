@@ -3,7 +3,8 @@
 The step is one of a GPT of width 16 with 8 layers. Its plain time is taken off, and what is left is
 divided by the number of matmuls. Beside it stands a plain linear layer of width 16 that is summed
 and differentiated. Each step has a process of its own, since an attached default method makes plain
-steps of its process slower. Seconds are CPU time, so that other processes count for little.
+steps of its process slower. Seconds are CPU time, so that other processes count for little. The
+same step, compiled by Inductor, is compared with itself without callbacks.
 
 Run: ``python benchmarks/host_time.py``
 """
@@ -11,6 +12,7 @@ Run: ``python benchmarks/host_time.py``
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from demo_step import DemoLoss, demo_batch, training_step
 from measure import RESULTS, in_processes, machine, serve
 from tabulate import tabulate
+from torch import nn
 
 from lightning_unitscale import UnitScaleCallback, attach
 
@@ -37,12 +40,17 @@ def _linear() -> None:
 _INPUT, _WEIGHT = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
 
 
-def _plain() -> Callable[[], object]:
-    return training_step(DemoLoss(WIDTH, depth=8, num_heads=2), demo_batch(2, 8))
+def _plain(compiled: bool = False) -> Callable[[], object]:
+    return training_step(_module(compiled), demo_batch(2, 8))
 
 
-def _default() -> Callable[[], object]:
-    module, callback = DemoLoss(WIDTH, depth=8, num_heads=2), UnitScaleCallback()
+def _module(compiled: bool) -> nn.Module:
+    module = DemoLoss(WIDTH, depth=8, num_heads=2)
+    return torch.compile(module) if compiled else module
+
+
+def _default(compiled: bool = False) -> Callable[[], object]:
+    module, callback = _module(compiled), UnitScaleCallback()
     attach(module, callbacks=callback)
     step = training_step(module, demo_batch(2, 8))
     step()
@@ -54,6 +62,8 @@ STEPS: dict[str, Callable[[], Callable[[], object]]] = {
     "plain": _plain,
     "default": _default,
     "linear": lambda: _linear,
+    "Inductor": functools.partial(_plain, compiled=True),
+    "Inductor, default": functools.partial(_default, compiled=True),
 }
 
 
@@ -79,6 +89,10 @@ def main() -> None:
         "us per matmul": 1e6 * statistics.median(own for own, _ in each),
         "us per linear": 1e6 * statistics.median(linear for _, linear in each),
         "ratio": statistics.median(own / linear for own, linear in each),
+        "Inductor, ms": 1e3 * statistics.median(seconds["Inductor"]),
+        "Inductor ratio": statistics.median(
+            map(truediv, seconds["Inductor, default"], seconds["Inductor"])
+        ),
     }
     print(tabulate([row], headers="keys", floatfmt=".3g"))
     about = machine()
