@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.captured_copy import matmuls_of
+from lightning_unitscale.capture.module_steps import matmuls_of
 from lightning_unitscale.matmuls.kernels import num_overridden
 from lightning_unitscale.matmuls.torch_internals import Kernel, KernelOverrides
 

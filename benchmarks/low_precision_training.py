@@ -51,8 +51,7 @@ from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
 from lightning_unitscale.callbacks.matmul_units import RecalibrationSchedule
-from lightning_unitscale.capture.captured_copy import matmuls_of
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import matmuls_of, steps_of
 from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.formats import NumberFormat, get_number_format
 from lightning_unitscale.formats.round_numbers import rounded_blocks

@@ -22,8 +22,8 @@ from demo_step import DemoLoss, demo_batch, training_step
 from measure import RESULTS, machine
 from tabulate import tabulate
 
-from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.graph_nodes import is_whole_view
+from lightning_unitscale.capture.module_steps import captured_forward
 from lightning_unitscale.monitor.probes import ScaleProbes
 from lightning_unitscale.scales.layout import RowLayout
 

@@ -25,8 +25,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.graph_nodes import is_whole_view
+from lightning_unitscale.capture.module_steps import captured_forward
 from lightning_unitscale.monitor.probes import ScaleProbes
 from lightning_unitscale.scales.layout import DIRECTIONS, RowLayout
 

@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from unit_scaling.transforms import track_scales as peer_track_scales
 
-from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.graph_nodes import is_whole_view
+from lightning_unitscale.capture.module_steps import captured_forward
 from lightning_unitscale.monitor.probes import ScaleProbes
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.tensorboard.writer import ScaleWriter

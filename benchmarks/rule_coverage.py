@@ -55,8 +55,7 @@ from benchmarks.architectures import (
 )
 from benchmarks.model_zoo import CORE, ZOO
 from benchmarks.own_architectures import OWN
-from lightning_unitscale.capture.captured_copy import matmuls_of
-from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.module_steps import ModuleSteps, matmuls_of, steps_of
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.unit_weights import ParameterGradients
 from lightning_unitscale.transforms import compile as compile_graphs

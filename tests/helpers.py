@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.executed_matmuls import below_all_kernels, operands_read
 from lightning_unitscale.capture import dynamo_capture as capture
-from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.copy_graphs import copy_graph_module
 from lightning_unitscale.capture.graph_nodes import Names
+from lightning_unitscale.capture.module_steps import captured_forward
 
 
 def sampled(cases: Iterable[Any], every: int) -> list[Any]:

@@ -445,7 +445,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a copied module has the factors of the module that it was made of",
-        "capture/captured_copy.py",
+        "capture/module_steps.py",
         '            if getattr(hook, "__torch_unserializable__", False):\n',
         "            if False:\n",
         "rules/test_unit_weights.py -k own_factors",
@@ -776,7 +776,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a copy's parameters have no hooks",
-        "capture/captured_copy.py",
+        "capture/module_steps.py",
         "memo[id(parameter)].register_hook(copied)",
         "pass",
         "monitor/test_tracked_kinds.py -k hooked",

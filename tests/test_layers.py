@@ -71,7 +71,7 @@ TORCH_ADAPTERS = (
     "capture/answers.py",
     "capture/aot_backend.py",
     "capture/breaks.py",
-    "capture/captured_copy.py",
+    "capture/module_steps.py",
     "capture/copy_graphs.py",
     "capture/decompose.py",
     "capture/dynamo_capture.py",

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_unitscale.capture.captured_copy import MATMULS, matmuls_of
 from lightning_unitscale.capture.graph_nodes import tensors_in
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import MATMULS, matmuls_of, steps_of
 from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.matmuls.compiler_internals import compiling_context, is_inductor

@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
 from lightning_unitscale.capture.breaks import num_graph_breaks
-from lightning_unitscale.capture.captured_copy import capture, own_copy
 from lightning_unitscale.capture.dynamo_capture import (
     forget_captures,
     frame_being_captured,
 )
 from lightning_unitscale.capture.graph_nodes import tensors_in
+from lightning_unitscale.capture.module_steps import capture, own_copy
 from lightning_unitscale.capture.rollback import held_values
 from lightning_unitscale.memory.costs import CostModel
 from lightning_unitscale.memory.gpus import DeviceType, parse_device

@@ -13,10 +13,15 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_unitscale.capture.captured_copy import TRACKER, own_copy, set_explain
 from lightning_unitscale.capture.copy_graphs import rename_node
 from lightning_unitscale.capture.graph_nodes import MODULE, NAME
-from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.module_steps import (
+    TRACKER,
+    ModuleSteps,
+    own_copy,
+    set_explain,
+    steps_of,
+)
 from lightning_unitscale.matmuls.torch_internals import current_node
 from lightning_unitscale.monitor.names import full_name
 from lightning_unitscale.monitor.probes import ProbedCall, ScaleProbes, sent_snapshot

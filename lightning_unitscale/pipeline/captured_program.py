@@ -23,13 +23,17 @@ from typing_extensions import override
 
 from lightning_unitscale.capture import graph_nodes
 from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
-from lightning_unitscale.capture.captured_copy import export_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.copy_graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.capture.graph_nodes import call as call_of
 from lightning_unitscale.capture.graph_variants import GraphCall
 from lightning_unitscale.capture.held_inputs import WriteProtected
-from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.module_steps import (
+    ModuleSteps,
+    export_forward,
+    reject_compiled,
+    steps_of,
+)
 from lightning_unitscale.capture.passes import Phase, StepGraph
 from lightning_unitscale.capture.rollback import restoring, set_up_by
 from lightning_unitscale.matmuls.session import run_inside

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_unitscale.arguments import check_instance, shown
-from lightning_unitscale.capture.captured_copy import matmuls_of
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import matmuls_of, steps_of
 from lightning_unitscale.capture.name_patterns import NamePatterns
 from lightning_unitscale.capture.side_effects import optimizes_itself
 from lightning_unitscale.matmuls.computations import COMPUTATIONS, Exemption, Exemptions

@@ -13,15 +13,16 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.arguments import check_flag, check_instance
-from lightning_unitscale.capture.captured_copy import (
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.graph_nodes import NAME, tensor_name
+from lightning_unitscale.capture.module_steps import (
+    ModuleSteps,
     captured_forward,
     export_forward,
     matmuls_of,
     reject_compiled,
+    steps_of,
 )
-from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.graph_nodes import NAME, tensor_name
-from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.capture.passes import StepGraph
 from lightning_unitscale.matmuls.gauge import FACTOR
 from lightning_unitscale.matmuls.module_matmuls import ModuleMatmuls

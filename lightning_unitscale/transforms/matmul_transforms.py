@@ -14,8 +14,8 @@ from typing import Any, get_args
 from torch import nn
 
 from lightning_unitscale.arguments import check_choice, check_depth
-from lightning_unitscale.capture.captured_copy import capture, explain_forward, matmuls_of, own_copy
 from lightning_unitscale.capture.executors import CompileMode
+from lightning_unitscale.capture.module_steps import capture, explain_forward, matmuls_of, own_copy
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat, Scaling
 from lightning_unitscale.matmuls.computations import Exemption
 from lightning_unitscale.matmuls.gauge import Gauge

@@ -9,7 +9,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor import compile_fx, config
 
 from lightning_unitscale.capture import executors
-from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
+from lightning_unitscale.capture.module_steps import captured_forward, matmuls_of
 from lightning_unitscale.matmuls.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms import compile, lossless_unit_scale, track_scales
 from tests.monitor.tracked import metrics

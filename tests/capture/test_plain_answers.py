@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import lightning_unitscale
 from lightning_unitscale.capture import answers
-from lightning_unitscale.capture.captured_copy import export_forward
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import export_forward, steps_of
 from lightning_unitscale.transforms import remat
 from tests.helpers import assert_same_bits, captured_copy, run
 

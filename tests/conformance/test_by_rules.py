@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_unitscale import RematCallback
-from lightning_unitscale.capture.captured_copy import matmuls_of
+from lightning_unitscale.capture.module_steps import matmuls_of
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.transforms import unit_scale
 from tests.conformance.cases import Case

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unitscale import Simulate, UnitScaleCallback
-from lightning_unitscale.capture.captured_copy import captured_forward
+from lightning_unitscale.capture.module_steps import captured_forward
 from lightning_unitscale.formats.round_numbers import rounded_blocks
 from lightning_unitscale.matmuls import rounding
 from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE, hadamard

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.captured_copy import matmuls_of
+from lightning_unitscale.capture.module_steps import matmuls_of
 from lightning_unitscale.functional.low_precision import OPERAND
 from lightning_unitscale.matmuls import compiled_formats
 from lightning_unitscale.matmuls.compiled_formats import FormatsInGraph, RoundedGraph

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import captured_forward, matmuls_of, steps_of
 from lightning_unitscale.matmuls import matmul_formats as fp8
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears
 from lightning_unitscale.matmuls.measurement import Unrepresentable

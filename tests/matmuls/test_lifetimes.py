@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.executed_matmuls import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback, attach
-from lightning_unitscale.capture.captured_copy import matmuls_of
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import matmuls_of, steps_of
 from lightning_unitscale.matmuls.calls import CALLS
 from lightning_unitscale.matmuls.kernels import num_overridden
 from lightning_unitscale.matmuls.session import MatmulSession

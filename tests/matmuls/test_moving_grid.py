@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.captured_copy import captured_forward
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import captured_forward, steps_of
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid
 from lightning_unitscale.matmuls.rounding import grid_factor
 from lightning_unitscale.quantize import quantize

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.captured_copy import matmuls_of
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import matmuls_of, steps_of
 from lightning_unitscale.matmuls.gauge import MAX_LOG2_GAMMA, MAX_LOG2_SIGMA
 from lightning_unitscale.transforms import (
     Gauge,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.executed_matmuls import below_all_kernels
-from lightning_unitscale.capture.captured_copy import captured_forward
-from lightning_unitscale.capture.module_steps import steps_of
+from lightning_unitscale.capture.module_steps import captured_forward, steps_of
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
 from lightning_unitscale.matmuls.matmul_formats import SimulateFormat
 from lightning_unitscale.quantize import quantize

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.captured_copy import matmuls_of
+from lightning_unitscale.capture.module_steps import matmuls_of
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.transforms import lossless_unit_scale, unit_scale
 from tests.helpers import captured_copy

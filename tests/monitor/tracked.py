@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unitscale.capture.captured_copy import captured_forward
+from lightning_unitscale.capture.module_steps import captured_forward
 from lightning_unitscale.monitor.probes import ScaleProbes
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.transforms import Metrics

@@ -13,8 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.executed_matmuls import See, below, operands_read
-from lightning_unitscale.capture.captured_copy import captured_forward, matmuls_of
-from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.module_steps import (
+    ModuleSteps,
+    captured_forward,
+    matmuls_of,
+    steps_of,
+)
 from lightning_unitscale.rules.build_plan import Recorder
 from lightning_unitscale.rules.flow import Flow
 from lightning_unitscale.rules.plan import Decision, ParameterPlan, RulePlan

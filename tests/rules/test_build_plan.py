@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import lightning_unitscale.rules as rules
-from lightning_unitscale.capture.captured_copy import captured_forward
 from lightning_unitscale.capture.graph_nodes import is_same_graph
+from lightning_unitscale.capture.module_steps import captured_forward
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.rules import build_plan
 from lightning_unitscale.rules.build_plan import plan_step

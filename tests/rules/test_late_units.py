@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.capture.captured_copy import matmuls_of
+from lightning_unitscale.capture.module_steps import matmuls_of
 from lightning_unitscale.rules.transform import unit_scale
 from lightning_unitscale.rules.unit_weights import ParameterGradients
 from lightning_unitscale.transforms import simulate_fp8, track_scales
