@@ -59,7 +59,7 @@ MAY_NOT_IMPORT_TORCH = (
     "tensorboard/history.py",
     "tensorboard/plugin.py",
     "tensorboard/run_report.py",
-    "tensorboard/report_page.py",
+    "tensorboard/responses.py",
     "tensorboard/responses.py",
     "tensorboard/run_pair.py",
     "tensorboard/schema.py",

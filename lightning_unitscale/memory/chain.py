@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_unitscale.memory.blocks import Blocks, segment_members
-from lightning_unitscale.memory.min_cut import CutNetwork
+from lightning_unitscale.memory.min_cut import Blocks, CutNetwork, segment_members
 from lightning_unitscale.memory.problem import (
     Floats,
     Ints,

@@ -9,9 +9,14 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_unitscale.memory.blocks import Blocks, find_blocks, segment_members
 from lightning_unitscale.memory.chain import EndingRuns, Run, choose_options, ending_runs
-from lightning_unitscale.memory.min_cut import CutNetwork, non_dominated
+from lightning_unitscale.memory.min_cut import (
+    Blocks,
+    CutNetwork,
+    find_blocks,
+    non_dominated,
+    segment_members,
+)
 from lightning_unitscale.memory.offload import HostLink, offloads, without_moved
 from lightning_unitscale.memory.problem import (
     Floats,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.memory.blocks import find_blocks
+from lightning_unitscale.memory.min_cut import find_blocks
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
 from lightning_unitscale.memory.real_memory import PeakMeter
