@@ -227,18 +227,14 @@ def refuse_statistics_update(trainer: pl.Trainer, module: nn.Module) -> None:
 
 def check_fp8(trainer: pl.Trainer) -> None:
     """Refuse a Trainer whose device or precision plugin does not support FP8 linears."""
-    _refuse_plugins(trainer, "precision='fp8'", {**_HIDING_MATMULS, **_CONFLICTS_OF_FP8})
+    refuse_plugins(trainer, "precision='fp8'", _CONFLICTS_OF_FP8)
     check_fp8_device(trainer.strategy.root_device)
 
 
-def check_simulation(trainer: pl.Trainer, simulate: object) -> None:
-    """Refuse a Trainer whose precision plugin hides the matmuls to be rounded."""
-    _refuse_plugins(trainer, f"simulate={simulate!r}", _HIDING_MATMULS)
-
-
-def _refuse_plugins(trainer: pl.Trainer, option: str, conflicts: Mapping[str, str]) -> None:
+def refuse_plugins(trainer: pl.Trainer, option: str, others: Mapping[str, str] = {}) -> None:
+    """Refuse a Trainer whose precision plugin hides the matmuls, or is one of ``others``."""
     plugin = trainer.precision_plugin
-    for kind, why in conflicts.items():
+    for kind, why in {**_HIDING_MATMULS, **others}.items():
         if is_lightning(plugin, kind):
             raise misconfigured(
                 f"{option} with {type(plugin).__name__}: {why}. Expected '32-true', "

@@ -236,7 +236,7 @@ class UnitScaleCallback(StepsCallback):
         if self._fp8 is not None:
             trainer_settings.check_fp8(trainer)
         if self.simulate is not None:
-            trainer_settings.check_simulation(trainer, self.simulate.format)
+            trainer_settings.refuse_plugins(trainer, f"simulate={self.simulate.format!r}")
         if self.compile:
             refuse_distributed_tensors(trainer, f"compile={self.compile!r}")
         self._checkpoints.enter_context(

@@ -200,11 +200,7 @@ def _attention_role(node: fx.Node) -> str | None:
 
 def replace_other_uses(node: fx.Node, new: fx.Node) -> None:
     """Let every reader of ``node`` read ``new`` instead, except ``new`` itself."""
-
-    def is_other(user: fx.Node) -> bool:
-        return user is not new
-
-    node.replace_all_uses_with(new, delete_user_cb=is_other)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
 def argument_paths(node: fx.Node) -> Iterator[Path]:

@@ -211,34 +211,24 @@ class FitInCLI(ProfileCLI):
     def _show(self, largest: Sequence[Fit], fits: Sequence[Fit], best: Fit | None) -> None:
         memory = format_bytes(self._memory)
         print(f"The largest batch on one {self._device} device of {memory}:")
-        rows = [
-            (
-                fit.precision,
-                _budget(fit),
-                _on_host(fit),
-                fit.microbatch,
-                format_bytes(fit.peak_bytes),
-                _extra(fit),
-            )
-            for fit in largest
+        rows: list[tuple[Any, ...]] = [
+            (fit.precision, *_plan(fit), fit.microbatch, *_costs(fit)) for fit in largest
         ]
         print(tabulate(rows, _LARGEST) if rows else "none fits")
         print(f"\nSteps of {self._samples} samples, the cheapest first:")
-        shown = [
+        rows = [
             (
                 "*" if fit is best else "",
                 fit.precision,
                 fit.num_shards,
                 fit.microbatch,
                 fit.num_microbatches,
-                _budget(fit),
-                _on_host(fit),
-                format_bytes(fit.peak_bytes),
-                _extra(fit),
+                *_plan(fit),
+                *_costs(fit),
             )
             for fit in fits
         ]
-        print(tabulate(shown, _STEPS) if shown else "none fits")
+        print(tabulate(rows, _STEPS) if rows else "none fits")
 
     def _explain(self, profile: GraphProfile, least: dict[str, int]) -> None:
         """Print the largest owners of bytes, and the bytes that a batch of one needs."""
@@ -287,13 +277,12 @@ def _limit(memory: int, profile: GraphProfile) -> int:
     return int(share * memory)
 
 
-def _budget(fit: Fit) -> str:
-    return "-" if fit.budget is None else format_bytes(fit.budget)
+def _plan(fit: Fit) -> tuple[str, str]:
+    """Return the budget of a fit's plan, and the bytes that wait on the host."""
+    budget = "-" if fit.budget is None else format_bytes(fit.budget)
+    return budget, format_bytes(fit.host_bytes) if fit.offload else "-"
 
 
-def _on_host(fit: Fit) -> str:
-    return format_bytes(fit.host_bytes) if fit.offload else "-"
-
-
-def _extra(fit: Fit) -> str:
-    return f"{100 * fit.extra_flops / max(fit.flops, 1):.1f} %"
+def _costs(fit: Fit) -> tuple[str, str]:
+    extra = f"{100 * fit.extra_flops / max(fit.flops, 1):.1f} %"
+    return format_bytes(fit.peak_bytes), extra

@@ -67,12 +67,7 @@ class Decider:
         self.flow = structure.flow
         self.parameters = parameters
         self.options = options
-        self.weights = branch_weights(
-            structure.residuals,
-            fixed=options.residual,
-            residual_mult=options.residual_mult,
-            residual_attn_ratio=options.residual_attn_ratio,
-        )
+        self.weights = branch_weights(structure.residuals, options)
         self.decisions: dict[str, Decision] = {}
         self.scales = Scales(
             structure.flow, parameters, measure, options.on_unknown, self.decisions
@@ -176,12 +171,11 @@ class Decider:
         return _decision(node, "calibrated", reason, arguments=arguments)
 
     def _unit_operands(self, matmul: MatmulNode) -> tuple[Argument, ...]:
-        arguments = []
-        for operand in matmul.operands:
-            rms = self.scales.of(operand.node)
-            if _matters(rms):
-                arguments.append(Argument(operand.path, 1 / rms))
-        return tuple(arguments)
+        return tuple(
+            Argument(operand.path, 1 / rms)
+            for operand in matmul.operands
+            if _matters(rms := self.scales.of(operand.node))
+        )
 
     def _residual(self, node: fx.Node) -> Decision:
         residual = self.structure.residuals[node]

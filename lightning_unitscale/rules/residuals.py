@@ -25,6 +25,7 @@ from lightning_unitscale.rules.flow import (
     rule_of,
 )
 from lightning_unitscale.rules.patterns import is_logits, logit_factor, times_number
+from lightning_unitscale.rules.plan import RuleOptions
 
 _MAX_PARALLEL = 8  # number of adds from one skip within which branches may be parallel
 
@@ -98,11 +99,7 @@ def _is_interpolation(
 
 
 def branch_weights(
-    residuals: Mapping[fx.Node, Residual],
-    *,
-    fixed: tuple[float, float] | None = None,
-    residual_mult: float = 1.0,
-    residual_attn_ratio: float = 1.0,
+    residuals: Mapping[fx.Node, Residual], options: RuleOptions
 ) -> dict[fx.Node, float]:
     """Return each branch's weight tau: the add is ``(skip + tau * branch) / sqrt(1 + tau**2)``.
 
@@ -110,12 +107,15 @@ def branch_weights(
         u-muP (arXiv 2407.17465), section 3.4 and appendix G.2: with a_i the mult of branch i and L
         branches, tau_i**2 = a_i**2 / (L / 2 + sum of a_j**2 over the branches before).
     """
-    if fixed is not None:
+    if options.residual is not None:
+        with_attention, without = options.residual
         return {
-            add: fixed[0 if residual.has_attention else 1] for add, residual in residuals.items()
+            add: with_attention if residual.has_attention else without
+            for add, residual in residuals.items()
         }
-    feed_forward = residual_mult * math.sqrt(2 / (1 + residual_attn_ratio**2))
-    attention = residual_attn_ratio * feed_forward
+    ratio = options.residual_attn_ratio
+    feed_forward = options.residual_mult * math.sqrt(2 / (1 + ratio**2))
+    attention = ratio * feed_forward
     weights: dict[fx.Node, float] = {}
     before: Counter[int] = Counter()  # sums of squares, by stream
     for add, residual in residuals.items():

@@ -351,9 +351,9 @@ def lone_parameters(runs: Sequence[RunScales]) -> dict[int, set[str]]:
     """Return the trained parameters that only one run reads, by step."""
     graphs = [run.inputs_at("forward") for run in runs]
     # Trained tensors have a gradient.
-    absent = [np.isnan(run.history("backward").log2_rms).all(axis=0) for run in runs]
     trained = [
-        {*itertools.compress(run.names, ~each)} for run, each in zip(runs, absent, strict=True)
+        set(np.array(run.names, object)[~np.isnan(run.history("backward").log2_rms).all(axis=0)])
+        for run in runs
     ]
     known: dict[tuple[int, int], set[str]] = {}
     found: dict[int, set[str]] = {}

@@ -339,7 +339,7 @@ def _lines_per_block(num_blocks: int) -> dict[str, float]:
     assert len(residuals) == num_blocks
     structure = counted("structure", lambda: find_structure(flow))
     parameters = counted("parameters", lambda: plan_parameters(structure, init_weights=True))
-    counted("weights", lambda: branch_weights(residuals))
+    counted("weights", lambda: branch_weights(residuals, RuleOptions()))
     decider = Decider(structure, parameters, RuleOptions(), lambda node: None)
 
     def decide() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_unitscale.rules.plan import RuleOptions
 from lightning_unitscale.rules.residuals import Residual, branch_weights, find_residuals
 from lightning_unitscale.rules.transform import unit_scale
 from tests.rules.models import Of
@@ -267,8 +268,7 @@ def test_the_depth_rule(mult: float, ratio: float) -> None:
     layers = 3
     weights = branch_weights(
         _chain(*([True, False] * layers)),  # type: ignore[arg-type]
-        residual_mult=mult,
-        residual_attn_ratio=ratio,
+        RuleOptions(residual_mult=mult, residual_attn_ratio=ratio),
     )
     a_mlp = mult * math.sqrt(2 / (1 + ratio**2))
     a_attn = ratio * a_mlp
@@ -291,12 +291,14 @@ def test_the_depth_rule(mult: float, ratio: float) -> None:
 
 def test_streams_do_not_add_up() -> None:
     both = {**_chain(False, False), **_chain(True, False, stream=1)}
-    alone = branch_weights(_chain(False, False))  # type: ignore[arg-type]
-    assert list(branch_weights(both).values()) == [*alone.values()] * 2  # type: ignore[arg-type]
+    alone = branch_weights(_chain(False, False), RuleOptions())  # type: ignore[arg-type]
+    weights = branch_weights(both, RuleOptions())  # type: ignore[arg-type]
+    assert list(weights.values()) == [*alone.values()] * 2
 
 
 def test_given_weights() -> None:
-    weights = branch_weights(_chain(True, False, False), fixed=(0.1, 0.7))  # type: ignore[arg-type]
+    options = RuleOptions(residual=(0.1, 0.7))
+    weights = branch_weights(_chain(True, False, False), options)  # type: ignore[arg-type]
     assert list(weights.values()) == [0.1, 0.7, 0.7]
 
 
