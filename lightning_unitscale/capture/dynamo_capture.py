@@ -18,12 +18,14 @@ from typing import Any, Literal
 
 import torch
 import torch._dynamo.config
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
@@ -268,15 +270,35 @@ def original_error(error: BaseException) -> BaseException:
     return inner if isinstance(inner, BaseException) else error
 
 
+# The hooks by which autograd saves tensors now, if any.
+_saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _saves_otherwise(before: Any) -> bool:
+    """Check whether a step has entered a block that saves tensors in its own way."""
+    hooks = _saving(True)
+    if hooks is None or (before is not None and hooks[0] is before[0]):
+        return False
+    # Checkpoints recompute what their hooks drop, so graphs within them have the same results.
+    return hooks[0].__module__ != torch.utils.checkpoint.__name__
+
+
 @contextlib.contextmanager
-def around_captures(enter: Callable[[CodeType], AbstractContextManager[None]]) -> Iterator[None]:
+def around_captures(
+    enter: Callable[[CodeType], AbstractContextManager[None]], *, may_skip: bool
+) -> Iterator[None]:
     """Capture every function within a context manager of ours."""
+    # With ``may_skip``, functions run uncaptured where the user's hooks may change saved tensors,
+    # since a graph saves other tensors.
     convert = convert_frame.ConvertFrame.__call__
     attempt = convert_frame.ConvertFrameAssert.__call__
     refusals: list[Unsupported] = []
+    saving = _saving(True)
 
     @functools.wraps(convert)
     def convert_within(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if may_skip and _saves_otherwise(saving):
+            return ConvertFrameReturn()
         refusals.clear()
         with enter(frame.f_code):
             result = convert(self, frame, *args, **kwargs)

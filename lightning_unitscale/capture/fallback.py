@@ -153,7 +153,8 @@ class Fallback:
         self._step.error_of_pass = None
         self._pending = None
         try:
-            with around_captures(captured), noticing_recorded_passes(refuse):
+            may_skip = not self._step.owner.changes_function
+            with around_captures(captured, may_skip=may_skip), noticing_recorded_passes(refuse):
                 yield
         except Exception as error:
             raise self._undone(trial, error) from None

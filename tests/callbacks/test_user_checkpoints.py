@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
@@ -159,3 +160,23 @@ def test_autocast_within_a_checkpoint_ends_with_the_backward_pass() -> None:
         # Nested contexts would keep the weights that were cast in the last step.
         assert torch.autocast_increment_nesting() == 1
         torch.autocast_decrement_nesting()
+
+
+class Compressed(Checkpointed):
+    """Keeps its saved tensors in BF16, so its gradients depend on what is saved."""
+
+    def layers(self) -> nn.Module:
+        width = self.first.out_features
+        return nn.Sequential(nn.GELU(), nn.Linear(width, width), nn.Tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with saved_tensors_hooks(lambda saved: saved.bfloat16(), lambda kept: kept.float()):
+            hidden = self.body(x)
+        return F.mse_loss(self.second(hidden), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*no graph could be captured")
+def test_no_plan_changes_what_the_users_hooks_save() -> None:
+    runs = [run(Compressed, callbacks) for callbacks in ([], [RematCallback("min_cut")])]
+    assert_same_bits(runs[1].compared(), runs[0].compared())
