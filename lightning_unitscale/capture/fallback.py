@@ -38,9 +38,11 @@ from lightning_unitscale.capture.dynamo_capture import around_captures, original
 from lightning_unitscale.capture.executors import CheckpointNotKept, Executor
 from lightning_unitscale.capture.graph_nodes import returned_loss
 from lightning_unitscale.capture.graph_variants import StepState
+from lightning_unitscale.capture.patches import free_frames_of
 from lightning_unitscale.capture.rollback import undoers
 from lightning_unitscale.capture.side_effects import find_node_hook, find_recorded_pass
 from lightning_unitscale.capture.step_messages import CaptureError, warn_of_staying_plain
+from lightning_unitscale.functional.scale import leaving_transforms
 from lightning_unitscale.patching import nothing, shadowed
 
 RECORDED = "it takes gradients of gradients (create_graph=True)"
@@ -154,7 +156,11 @@ class Fallback:
         self._pending = None
         try:
             may_skip = not self._step.owner.changes_function
-            with around_captures(captured, may_skip=may_skip), noticing_recorded_passes(refuse):
+            with (
+                leaving_transforms(),
+                around_captures(captured, may_skip=may_skip),
+                noticing_recorded_passes(refuse),
+            ):
                 yield
         except Exception as error:
             raise self._undone(trial, error) from None
@@ -172,7 +178,9 @@ class Fallback:
             return error
         if isinstance(inner, CheckpointNotKept):
             return StaysPlain(str(inner))
-        return StaysPlain(f"captured, it fails ({reason_raised(inner)})")
+        failure = StaysPlain(f"captured, it fails ({reason_raised(inner)})")
+        free_frames_of(error)
+        return failure
 
     def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """Remember a call until its backward pass has succeeded."""

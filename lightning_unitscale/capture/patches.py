@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import linecache
 import threading
@@ -158,6 +159,16 @@ _MAX_FAILURES = 4
 _failures: Counter[Any] = Counter()
 
 
+def free_frames_of(error: BaseException | None) -> None:
+    """Free the frames of a failed capture, and keep the thread's dispatch keys."""
+    # When torch frees wrapped tensors of forward-mode differentiation, it may exclude autograd's
+    # keys for all later operations. Otherwise this happens at the next garbage collection.
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
+    with torch._C._PreserveDispatchKeyGuard():
+        gc.collect()
+
+
 def passing_over(convert: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that captures as ``convert`` does; a failure is a break and a warning."""
     warned: set[tuple[str, int]] = set()
@@ -171,6 +182,7 @@ def passing_over(convert: Callable[..., Any]) -> Callable[..., Any]:
             _failures[frame.f_code] += 1
             is_last = _failures[frame.f_code] >= _MAX_FAILURES
             _report(frame.f_code, error, warned, warn=is_last)
+            free_frames_of(error)
             return ConvertFrameReturn(apply_to_code=is_last)
         except InternalTorchDynamoError as error:
             _report(frame.f_code, error, warned, warn=True)

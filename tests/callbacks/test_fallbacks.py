@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.capture.fallback import Trial
@@ -197,6 +198,16 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+class ForwardMode(Noted):
+    """Takes a derivative in forward mode, which the monitor's part of a graph does not have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(batch[0], torch.ones_like(batch[0]))
+            result, slope = forward_ad.unpack_dual(self.forward(dual))
+            return (result - batch[1]).square().mean() + slope.square().mean()
+
+
 class FailsInBackward(Noted):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.append(len(self.notes))
@@ -302,6 +313,11 @@ def test_a_failing_backward_pass_is_undone() -> None:
     assert ours.module.notes == plain.module.notes
     assert len(said) == 1
     assert "the first backward pass fails" in said[0]
+
+
+def test_a_failing_capture_leaves_forward_mode() -> None:
+    callbacks = [RematCallback("min_cut"), ScaleMonitor(every_n_steps=2)]
+    _assert_as_plain(ForwardMode, "captured, it fails", callbacks)
 
 
 def test_what_the_budget_means_is_said_in_the_same_warning() -> None:
