@@ -21,6 +21,7 @@ from lightning_unitscale.callbacks.explanation import (
     units_table,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
+from lightning_unitscale.capture.side_effects import find_recorded_pass
 from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.loops.ranks import any_rank, is_distributed
 from lightning_unitscale.matmuls.computations import Exemption, unmatched_exemptions
@@ -138,6 +139,9 @@ class MatmulUnits(LoopCallback):
             self.counted = CountedSteps(self._option)
             if self._fp8 is not None:
                 self._fp8.forget()
+        if self._fp8 is not None:
+            step = getattr(loop.module, loop.training_step)
+            self._fp8.is_recorded |= find_recorded_pass(loop.module, step) is not None
         self._loop, self._agreement, self._is_in_batch = loop, LateAgreement(), False
         if self.attached is None:
             numerics = numerics_of((self._simulation, self._fp8), measures_range=True)

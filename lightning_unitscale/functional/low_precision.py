@@ -272,7 +272,26 @@ class _FP8Linear(torch.autograd.Function):
             scale = undoing(of_gradient, of_input, gradient)
             grad_weight = scaled_matmul(gradients8[-1], turned_rows, scale, ctx.dtypes[1])
         grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        if torch.is_grad_enabled():
+            link = torch.zeros((), requires_grad=True)
+            grad_rows, grad_weight = _Constants.apply(link, grad_rows, grad_weight)
         return grad_rows, grad_weight, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+class _Constants(torch.autograd.Function):
+    """Gradients of an FP8 layer, which have no gradients: only FP8 copies of its operands exist."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else each.detach() for each in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "A gradient of a gradient (create_graph=True) reaches an FP8 layer whose operands were "
+            "saved in FP8 only. Write create_graph=True in the module's own code, so that layers "
+            "save their operands, or exclude the layers from FP8: FP8(exclude=[...])."
+        )
 
 
 def to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:

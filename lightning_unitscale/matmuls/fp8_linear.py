@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from typing_extensions import override
 
 from lightning_unitscale.capture.operators import RULE_OF
@@ -260,6 +261,8 @@ class FP8Matmuls(Numerics):
             factor = to_largest(matrix, dtype) if is_dynamic else _factor(config, unit, name, step)
             factors.append(factor)
             casts += fp8_matrices(matrix, factor, dtype)
+        # Gradients are recorded in a backward pass only for gradients of gradients.
+        config.is_recorded |= matmul.slot != FORWARD and torch.is_grad_enabled()
         tensor = args[first]
         scale = undoing(factors[0], factors[1], tensor)
         is_fast = not any(matmul.is_gradient)
@@ -348,8 +351,8 @@ def _run_layer(
     numerics = fp8_of(session)
     if numerics is None or session.units.is_looking or not torch.is_grad_enabled():
         return None
-    if numerics.widens:
-        return None  # its three matmuls check their operands
+    if numerics.widens or numerics._config.is_recorded or forward_ad._current_level >= 0:
+        return None  # its three matmuls check their operands, and can be differentiated
     if not (input.requires_grad or weight.requires_grad) or has_subclass((input, weight)):
         return None
     sites, operands = session.sites, (input, weight.t())

@@ -269,6 +269,8 @@ class FP8Linears:
         self.why_excluded = why_excluded  # the reason for layers that ``exclude`` matches
         # True if operands are checked in every step, and layers return at recalibrations.
         self.widens = widens
+        # True if the step takes gradients of gradients, which read the operands of layers.
+        self.is_recorded = False
 
     def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
         """Keep matmuls out of FP8, or their gradients in E5M2, by the matmuls' names."""
@@ -298,7 +300,7 @@ class FP8Linears:
 
     def forget(self) -> None:
         """Forget the matmuls of a module."""
-        self.unfit = Unrepresentable()
+        self.unfit, self.is_recorded = Unrepresentable(), False
         self.unseen.clear()
         self.decisions.clear()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Regression
@@ -87,3 +89,71 @@ class Curved(Smooth):
 def test_a_recorded_backward_pass() -> None:
     runs = [run(Curved, callbacks) for callbacks in ([], both())]
     assert_same_bits(runs[1].compared(), runs[0].compared())
+
+
+class Wide(Smooth):
+    """Layers that FP8 can take, and a penalty."""
+
+    starts_at = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.Identity()  # type: ignore[assignment]
+        self.optimizer_of = lambda module: torch.optim.SGD(module.parameters(), 0.01)
+
+    def slope(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].repeat(1, 3)[:, :16].requires_grad_()
+        y = self.forward(x)
+        loss = y.square().mean()
+        if self.global_step >= self.starts_at:
+            loss = loss + (self.slope(x, y).norm(dim=1) - 1).square().mean()
+        return loss
+
+
+class Late(Wide):
+    starts_at = 3
+
+    def slope(self, x: Tensor, y: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(y.mean(1).sum(), x, create_graph=True)
+        return slope
+
+
+class Forward(Wide):
+    def slope(self, x: Tensor, y: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            made = self.forward(forward_ad.make_dual(x, torch.ones_like(x)))
+            return forward_ad.unpack_dual(made).tangent
+
+
+_OPTIONS: dict[str, Any] = {"create" + "_graph": True}
+
+
+class Hidden(Wide):
+    """The module's code does not show that it takes gradients of gradients."""
+
+    def slope(self, x: Tensor, y: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(y.mean(1).sum(), x, **_OPTIONS)
+        return slope
+
+
+class HiddenLate(Hidden):
+    starts_at = 3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("kind", [Late, Forward, Hidden])
+def test_fp8_layers_have_second_derivatives(kind: type[Wide]) -> None:
+    plain = run(kind, max_steps=6)
+    ours = run(kind, [unit_scale := UnitScaleCallback(precision="fp8")], max_steps=6)
+    losses = [torch.stack([each["loss"] for each in done.outputs]) for done in (ours, plain)]
+    torch.testing.assert_close(*losses, rtol=0.2, atol=0.0)
+    assert re.search(r"first.linear +FP8", unit_scale.explain())
+
+
+def test_a_late_penalty_that_fp8_could_not_know_of_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="saved in FP8 only"):
+        run(HiddenLate, [UnitScaleCallback(precision="fp8")], max_steps=6)
