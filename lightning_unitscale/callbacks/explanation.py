@@ -105,7 +105,7 @@ class CountedSteps:
         # An evaluation without rounding has the same results scaled and unscaled.
         if is_first and (is_training or coverage.format):
             warned.append(coverage.shortfall())
-        text = " ".join(filter(None, warned))
+        text = ". ".join(filter(None, warned))
         is_new = is_first and bool(coverage.counts)
         if text or (is_new and (len(self._coverages) == 1 or is_training)):
             rank_zero_info(f"UnitScaleCallback: {name}: {coverage.line()}.")

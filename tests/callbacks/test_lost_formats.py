@@ -175,6 +175,19 @@ def test_a_shape_is_warned_of_in_the_first_step() -> None:
     assert callback.coverage.num_in_format == 5
 
 
+def test_losses_and_unscaled_matmuls_are_two_sentences() -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(super().forward(x)[None])[0]
+
+    (warning,) = fit(Recurrent(), batches(4, 4), UnitScaleCallback(simulate="fp8"))[1]
+    assert re.search(r"run outside .*: rnn \(.*\)\. \d of \d matmuls scaled", warning)
+
+
 def test_coverage_that_falls_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     callback = UnitScaleCallback(precision="fp8")
     with caplog.at_level(logging.INFO):
