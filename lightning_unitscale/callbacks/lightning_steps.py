@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 # The first hook that a Trainer or Fabric calls raises the error. Hooks for an exception must not
 # hide that exception.
 _GUARDED = {"setup": True, "on_after_setup": True, "on_exception": False}
+_LOGGING = ("log", "log_dict")
 
 
 def captures_steps(trainer: pl.Trainer) -> bool:
@@ -88,9 +89,7 @@ def attach_steps(
         )
     steps = steps_of(module)
     if steps is None:
-        steps = ModuleSteps(
-            module, existing_steps(module), defer=("log", "log_dict"), untraced=untraced_calls
-        )
+        steps = ModuleSteps(module, existing_steps(module), defer=_LOGGING, untraced=untraced_calls)
         steps.say = packages.rank_zero_info
         steps.stays_plain = _why_plain(module)
         steps.attach(name)
@@ -222,16 +221,48 @@ def given_arguments(init: Callable[..., None], arguments: Mapping[str, Any]) -> 
     }
 
 
-class StepsCallback(packages.Callback, LoopCallback):
+def _own_class(callback: Any) -> type:
+    """Return the class of a callback without those that a user derived from it."""
+    kinds = type(callback).__mro__
+    return kinds[kinds.index(StepsCallback) - 1]
+
+
+class _MadeOfArguments:
+    """A callback that knows the arguments of its ``__init__``."""
+
+    guards: contextlib.ExitStack | None = None  # leaves the run of a Trainer after an error
+
+    _loop: Loop | None = None
+    _arguments: Mapping[str, Any] = {}
+
+    def _remember(self, arguments: Mapping[str, Any]) -> None:
+        """Keep the arguments of ``__init__`` for ``repr``. Call it first, with ``locals()``."""
+        self._arguments = given_arguments(arguments["__class__"].__init__, arguments)
+
+    def __repr__(self) -> str:
+        """Return the call that makes this callback."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({shown})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, such as the one in the hyperparameters of a checkpoint."""
+        # A Trainer sets these to methods of its module.
+        state = {name: value for name, value in vars(self).items() if name not in _LOGGING}
+        if self.guards is None and self._loop is None:
+            return state
+        # The state of a run cannot be copied. A class derived by the user may have other state.
+        own = _own_class(self)
+        users = {name: value for name, value in state.items() if not hasattr(own, name)}
+        return users | vars(own(**self._arguments))
+
+
+class StepsCallback(_MadeOfArguments, packages.Callback, LoopCallback):
     """The base of the callbacks: hooks around batches and at the end of a run."""
 
     compile: bool | CompileMode = False
     attachments: tuple[Attachment, ...] = ()  # in Lightning Fabric, one for each set-up module
-    guards: contextlib.ExitStack | None = None  # leaves the run of a Trainer after an error
 
-    _loop: Loop | None = None
     _batch: tuple[Any, int] | None = None  # of the running training step, and its index
-    _arguments: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,15 +276,6 @@ class StepsCallback(packages.Callback, LoopCallback):
             if isinstance(hook, FunctionType):
                 setattr(cls, name, _of_instances(cls, hook, refuses=refuses))
 
-    def _remember(self, arguments: Mapping[str, Any]) -> None:
-        """Keep the arguments of ``__init__`` for ``repr``. Call it first, with ``locals()``."""
-        self._arguments = given_arguments(arguments["__class__"].__init__, arguments)
-
-    def __repr__(self) -> str:
-        """Return the call that makes this callback."""
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
-        return f"{type(self).__name__}({shown})"
-
     @property
     def state_key(self) -> str:
         """Return the key of the callback's state in a checkpoint."""
@@ -266,10 +288,7 @@ class StepsCallback(packages.Callback, LoopCallback):
 
     @override
     def claims(self) -> Sequence[Claim]:
-        # A user's callback may derive from one of ours.
-        kinds = type(self).__mro__
-        own = kinds[kinds.index(StepsCallback) - 1]
-        return (Claim(f"what {own.__name__} sets", repr(self)),)
+        return (Claim(f"what {_own_class(self).__name__} sets", repr(self)),)
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Attach to a module that Lightning Fabric has set up.

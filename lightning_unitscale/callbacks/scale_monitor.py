@@ -210,12 +210,12 @@ class ScaleMonitor(StepsCallback):
             FileNotFoundError: If the folder has no event files.
             ValueError: If the runs share no tensor or no sampled step.
         """
-        if (writer := self._writers.to_tensorboard) is None:
+        if (folder := self._writers.written_folder()) is None:
             raise RuntimeError(
                 f"compare: path={str(path)!r}: this run has written nothing to TensorBoard. "
                 "Expected a TensorBoardLogger, and a sampled step on the rank that writes. Add one."
             )
-        this_run = read_run(writer.written_folder(), "this run")
+        this_run = read_run(folder, "this run")
         return find_divergence(this_run, read_run(path, "path"))
 
     def _write(self, method: str, write: Callable[..., None], path: str | Path) -> None:
@@ -324,10 +324,10 @@ class ScaleMonitor(StepsCallback):
     @override
     def leave(self) -> None:
         steps, self._steps, self._loop = self._steps, None, None
-        self._writers.clear()
         self._sent = None
         if steps is not None:
             steps.detach()
+        self._writers.clear()
 
     @override
     def on_before_backward(

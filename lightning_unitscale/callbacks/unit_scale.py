@@ -374,7 +374,8 @@ class UnitScaleCallback(StepsCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process (``ddp_spawn``), which has another module."""
-        return {**vars(self), "_module": None if self._module is None else nothing, "_loop": None}
+        state = super().__getstate__()
+        return {**state, "_module": None if state["_module"] is None else nothing}
 
     def _moving_grid(self) -> MovingGrid | None:
         rounding = self._fp8 or self._simulation

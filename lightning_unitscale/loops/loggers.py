@@ -182,8 +182,7 @@ class RunWriters:
         self._tabs = tabs
         self._say = say
         self._writers: dict[int, Writer] = {}
-        # The last writer to TensorBoard, also after its run.
-        self.to_tensorboard: ScaleWriter | None = None
+        self._folder: str | None = None  # of the last event file
 
     def write(
         self,
@@ -221,8 +220,16 @@ class RunWriters:
             writer.finish(newest)
             writer.write_summary(summary, coverage, newest.step)
 
+    def written_folder(self) -> str | None:
+        """Return the folder of the last event file, also after its run."""
+        for writer in self._writers.values():
+            if isinstance(writer, ScaleWriter):
+                self._folder = writer.written_folder()
+        return self._folder
+
     def clear(self) -> None:
-        """Drop the writers of a run that has ended."""
+        """Drop the writers of a run that has ended. They could not be copied."""
+        self.written_folder()
         self._writers.clear()
 
     def _of(self, loop: Loop) -> list[Writer]:
@@ -230,7 +237,6 @@ class RunWriters:
             if id(logger) not in self._writers:
                 writer = self._writers[id(logger)] = _maker(logger)(logger, self._tabs)
                 if isinstance(writer, ScaleWriter):
-                    self.to_tensorboard = writer
                     self._say(
                         f"ScaleMonitor: to see the scales during the run, start "
                         f"{command_for_logger(logger)} and open {SCALES_URL}"

@@ -8,11 +8,13 @@ import pickle
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_unitscale import ScaleMonitor, Simulate, UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression
@@ -154,3 +156,43 @@ def test_a_callback_can_be_sent_to_another_process(name: str, is_used: bool) -> 
     sent = pickle.loads(pickle.dumps(callback))
     found, expected = (run(_adam_regression, [one]).compared() for one in (sent, callback))
     assert_same_bits(found, expected)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("name", PICKLED)
+@pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
+def test_a_copy_of_a_running_callback_is_a_new_one(name: str) -> None:
+    """A checkpoint has copies of callbacks that are among a module's hyperparameters."""
+    copies: list[Any] = []
+
+    class Copying(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            copies.append(pickle.loads(pickle.dumps(trainer.callbacks[0])))
+
+    found = run(_adam_regression, [PICKLED[name]()], others=lambda: [Copying()]).compared()
+    assert repr(copies[-1]) == repr(PICKLED[name]())
+    assert_same_bits(run(_adam_regression, [copies[-1]]).compared(), found)
+
+
+class Noting(ScaleMonitor):
+    """A user's callback, with an attribute of its own."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(every_n_steps=2)
+        self.note = note
+
+
+def test_copies_of_a_monitor_that_writes_to_tensorboard(tmp_path: Path) -> None:
+    monitor, copies = Noting("x"), []
+
+    class Copying(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            copies.append(copy.deepcopy(monitor))
+
+    logger = TensorBoardLogger(tmp_path)
+    trainer = pl.Trainer(callbacks=[monitor, Copying()], max_steps=2, **{**QUIET, "logger": logger})
+    trainer.fit(Regression(), loader())
+    assert copies[-1].note == "x" and not copies[-1].snapshots
+    after = copy.deepcopy(monitor)
+    assert after.table() == monitor.table()
+    assert not after.compare(logger.log_dir).diverged
