@@ -28,8 +28,7 @@ from lightning_unitscale.monitor.torch_state import (
 )
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.statistics import ReadRows, StepRows, TakenRow
-from lightning_unitscale.scales.torch_rows import BlockRows, ReadBlocks, TakenBlocks
+from lightning_unitscale.scales.statistics import ReadRows, TakenRow, block_rows, step_rows
 
 # Operations that may lie between an argument and a matmul's operand, or between its result and the
 # function's result: casts, views, copies, padding, factors and biases.
@@ -65,8 +64,8 @@ class TensorRow:
     backward: list[TakenRow] = field(default_factory=list)
     # Statistics of blocks, where a matmul reads the value and where one reads the gradient, and the
     # dimension of the gradient along which its blocks lie, if one reads it.
-    forward_blocks: list[TakenBlocks] = field(default_factory=list)
-    backward_blocks: list[TakenBlocks] = field(default_factory=list)
+    forward_blocks: list[TakenRow] = field(default_factory=list)
+    backward_blocks: list[TakenRow] = field(default_factory=list)
     gradient_axis: int | None = None
     # Units of value and gradient, and the one in which formats of the value were counted.
     log2_sigma: int = 0
@@ -147,8 +146,8 @@ class Measuring:
         # True if formats are counted when a tensor is measured, in its unit at that time. A sampled
         # row is valid for every unit.
         self.counts_stored = not layout.is_sampled
-        self._rows = StepRows(layout.measured)
-        self._blocks = BlockRows(layout)
+        self._rows = step_rows(layout.measured)
+        self._blocks = block_rows(layout)
         # Spacing of the numbers near 1 in the coarsest type or format so far, forward and backward.
         self.spacing = (0.0, 0.0)
         # Keyed by device and unit. Few of them differ, and filling each takes a kernel.
@@ -171,7 +170,7 @@ class Measuring:
         if self.layout.block_formats and not row.forward_blocks:
             row.forward_blocks.append(self._blocks_of(tensor, axis, log2_unit))
 
-    def _blocks_of(self, tensor: Tensor, axis: int, log2_unit: Log2Unit) -> TakenBlocks:
+    def _blocks_of(self, tensor: Tensor, axis: int, log2_unit: Log2Unit) -> TakenRow:
         with unseen(), torch.inference_mode():
             # If operands are scaled, the scale of a tensor is a constant.
             scale = None if log2_unit is None else UNIT_SCALE * 2.0**log2_unit
@@ -196,7 +195,7 @@ class Measuring:
                     # Not torch.tensor, whose copy to the device would wait for it.
                     self._factors[key] = torch.full((), 2.0**-log2_unit, device=elements.device)
                 factor = self._factors[key]
-            return self._rows.add(elements, factor)
+            return self._rows.add(elements, *() if factor is None else (factor,))
 
     def see_spacing(self, spacing: tuple[float, float]) -> None:
         """Record the spacing of a tensor's type, or of the formats of a matmul."""
@@ -204,10 +203,10 @@ class Measuring:
 
     def clear(self) -> None:
         """Forget all rows since the last transfer."""
-        self._rows = StepRows(self.layout.measured)
-        self._blocks = BlockRows(self.layout)
+        self._rows = step_rows(self.layout.measured)
+        self._blocks = block_rows(self.layout)
 
-    def send(self) -> tuple[ReadRows, ReadBlocks]:
+    def send(self) -> tuple[ReadRows, ReadRows]:
         """Start the transfer of all rows since the last one. The returned objects wait for them."""
         with unseen(), torch.inference_mode():
             return self._rows.send(), self._blocks.send()

@@ -141,7 +141,7 @@ class StepWatcher:
             rows = sent([*forward, *(row.backward for row in shown)])
             blocks = sent_blocks(
                 [*(row.forward_blocks for row in shown), *(row.backward_blocks for row in shown)]
-            )
+            ).numpy()
             made = snapshot_of(step, described, layout, grad_scale, rows, blocks)
             return replace(made, spacing=spacing)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -25,7 +26,7 @@ from lightning_unitscale.compiling import define_operator
 from lightning_unitscale.scales.host_rows import HostRows, host_row
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import completed_rows, merge_rows
-from lightning_unitscale.scales.torch_rows import check_floating, functional_row
+from lightning_unitscale.scales.torch_rows import block_row, check_floating, functional_row
 from lightning_unitscale.scales.transfer import HostCopy, stream_of
 
 
@@ -36,19 +37,19 @@ def has_triton() -> bool:
 
 
 class SeparateRows:
-    """A collector of rows from torch operations: exact counts, and devices without a kernel."""
+    """A collector of rows from torch operations: exact counts, blocks, devices without a kernel."""
 
-    def __init__(self, layout: RowLayout) -> None:
-        self._layout = layout
+    def __init__(self, row_of: Callable[..., Tensor]) -> None:
+        self._row_of = row_of
         self._rows: list[Tensor] = []
 
-    def add(self, tensor: Tensor, factor: Tensor | None = None) -> int:
+    def add(self, tensor: Tensor, *options: Any) -> int:
         """Measure a real floating-point tensor, and return the place of its row."""
-        self._rows.append(functional_row(tensor, self._layout, factor=factor))
+        self._rows.append(self._row_of(tensor, *options))
         return len(self._rows) - 1
 
     def finish(self) -> Tensor:
-        """Return the rows, shape ``(num_tensors, layout.num_columns)``, in the order of adding."""
+        """Return the rows, shape ``(num_tensors, num_columns)``, in the order of adding."""
         return torch.stack(self._rows)
 
 
@@ -67,19 +68,23 @@ ReadRows: TypeAlias = Callable[[Sequence[Sequence[TakenRow]]], Tensor]
 class StepRows:
     """Collects the rows of a step's tensors, on any devices."""
 
-    def __init__(self, layout: RowLayout) -> None:
-        self._layout = layout
+    def __init__(
+        self,
+        num_columns: int,
+        new: Callable[[torch.device], Any],
+        merge: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self._num_columns, self._new, self._merge = num_columns, new, merge
         # A stream's rows are added up in its own order.
         self._collected: dict[tuple[torch.device, int], Any] = {}
 
-    def add(self, tensor: Tensor, factor: Tensor | None = None) -> TakenRow:
+    def add(self, tensor: Tensor, *options: Any) -> TakenRow:
         """Measure a real floating-point tensor now, without waiting for its device."""
         key = _stream_of(tensor)
         rows = self._collected.get(key)
         if rows is None:
-            rows = self._collected[key] = new_rows(self._layout, tensor.device)
-        index = rows.add(tensor) if factor is None else rows.add(tensor, factor)
-        return TakenRow(rows, index)
+            rows = self._collected[key] = self._new(tensor.device)
+        return TakenRow(rows, rows.add(tensor, *options))
 
     def repeat(self, tensor: Tensor) -> TakenRow | None:
         """Measure a tensor if this needs no torch operation, or return ``None``."""
@@ -94,7 +99,22 @@ class StepRows:
         """Start one transfer of the rows from each device. The returned object waits for it."""
         sent = {rows: HostCopy(rows.finish()) for rows in self._collected.values()}
         self._collected = {}
-        return functools.partial(_read, sent, self._layout)
+        return functools.partial(_read, sent, self._num_columns, self._merge)
+
+
+def step_rows(layout: RowLayout) -> StepRows:
+    """Return the collector of rows. An option of a tensor is the factor of ``functional_row``."""
+    merge = functools.partial(merge_rows, layout=layout)
+    return StepRows(layout.num_columns, functools.partial(new_rows, layout), merge)
+
+
+def block_rows(layout: RowLayout) -> StepRows:
+    """Return the collector of rows of blocks. Options are their dimension and a tensor's scale."""
+
+    def row_of(tensor: Tensor, axis: int, tensor_scale: float | None) -> Tensor:
+        return block_row(tensor, axis, layout, tensor_scale)
+
+    return StepRows(len(layout.block_columns), lambda _: SeparateRows(row_of), operator.add)
 
 
 def _stream_of(tensor: Tensor) -> tuple[torch.device, int]:
@@ -111,15 +131,18 @@ def new_rows(layout: RowLayout, device: torch.device) -> Any:
         from lightning_unitscale.scales.triton_statistics import TritonRows
 
         return TritonRows(layout, device)
-    return SeparateRows(layout)
+    return SeparateRows(lambda tensor, factor=None: functional_row(tensor, layout, factor=factor))
 
 
 def _read(
-    sent: dict[Any, HostCopy], layout: RowLayout, lists: Sequence[Sequence[TakenRow]]
+    sent: dict[Any, HostCopy],
+    num_columns: int,
+    merge: Callable[[Tensor, Tensor], Tensor],
+    lists: Sequence[Sequence[TakenRow]],
 ) -> Tensor:
     tables = {rows: copy.numbers().numpy() for rows, copy in sent.items()}
     first = [taken[0] if taken else None for taken in lists]
-    found = np.zeros((len(lists), layout.num_columns))
+    found = np.zeros((len(lists), num_columns))
     for rows, table in tables.items():
         places = np.array([taken.index if taken and taken.rows is rows else -1 for taken in first])
         here = places >= 0
@@ -128,7 +151,7 @@ def _read(
     for index, taken in enumerate(lists):
         for other in taken[1:]:
             row = torch.from_numpy(tables[other.rows][other.index]).double()
-            merged[index] = merge_rows(merged[index], row, layout)
+            merged[index] = merge(merged[index], row)
     return merged
 
 

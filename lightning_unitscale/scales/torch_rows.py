@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import torch
@@ -33,11 +33,9 @@ from lightning_unitscale.scales.layout import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NUM_EXPONENTS,
-    FloatArray,
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import empty_rows, row_dtype
-from lightning_unitscale.scales.transfer import HostCopy
 
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
 # Numbers whose continued fractions end in ones, like that of the golden ratio.
@@ -200,48 +198,6 @@ def exponent_counts(sample: Tensor, dtype: torch.dtype) -> Tensor:
     counts = counts.index_add(0, bins, torch.ones_like(bins, dtype=dtype))
     sampled = torch.full((1,), sample.numel(), dtype=dtype, device=sample.device)
     return torch.cat([sampled, counts[:NUM_EXPONENTS]])
-
-
-@dataclass(eq=False, slots=True)
-class TakenBlocks:
-    """The place of a tensor's row of blocks among those of its device."""
-
-    device: torch.device
-    index: int
-
-
-# Returns the sum of each list of rows, shape ``(lists, columns)``. An empty list gives zeros.
-ReadBlocks: TypeAlias = Callable[[Sequence[Sequence[TakenBlocks]]], FloatArray]
-
-
-class BlockRows:
-    """Collects the block rows of a step's tensors, on any devices."""
-
-    def __init__(self, layout: RowLayout) -> None:
-        self._layout = layout
-        self._rows: dict[torch.device, list[Tensor]] = {}
-
-    def add(self, tensor: Tensor, axis: int, tensor_scale: float | None) -> TakenBlocks:
-        """Measure a tensor along a dimension, without waiting for its device."""
-        rows = self._rows.setdefault(tensor.device, [])
-        rows.append(block_row(tensor, axis, self._layout, tensor_scale))
-        return TakenBlocks(tensor.device, len(rows) - 1)
-
-    def send(self) -> ReadBlocks:
-        """Send for the rows, with one transfer from each device. The result waits for it."""
-        sent = {device: HostCopy(torch.stack(rows)) for device, rows in self._rows.items()}
-        self._rows = {}
-        num_columns = len(self._layout.block_columns)
-
-        def read(lists: Sequence[Sequence[TakenBlocks]]) -> FloatArray:
-            tables = {device: copy.numbers().double().numpy() for device, copy in sent.items()}
-            found = np.zeros((len(lists), num_columns))
-            for row, taken in zip(found, lists, strict=True):
-                for one in taken:
-                    row += tables[one.device][one.index]
-            return found
-
-        return read
 
 
 def block_row(

@@ -142,6 +142,6 @@ def test_the_scale_of_a_tensor_is_its_unit() -> None:
     measuring.operand(row, tensor, 0, 0)  # only as the first matmul reads it
     measuring.gradient(row, tensor)
     _, read = measuring.send()
-    found = torch.from_numpy(read([row.forward_blocks, row.backward_blocks]))
+    found = read([row.forward_blocks, row.backward_blocks])
     expected = [(-1, UNIT_SCALE * 2.0**5), (0, UNIT_SCALE * 2.0**-3)]
     assert torch.equal(found, torch.stack([block_row(tensor, a, LAYOUT, s) for a, s in expected]))

@@ -9,7 +9,8 @@ from torch import Tensor
 from lightning_unitscale.formats import BLOCK_FORMATS, MXFP4, NVFP4, BlockFormat
 from lightning_unitscale.quantize import quantize_blocks
 from lightning_unitscale.scales.layout import BLOCK_COLUMNS, RowLayout
-from lightning_unitscale.scales.torch_rows import BlockRows, block_row, sampled_blocks
+from lightning_unitscale.scales.statistics import block_rows
+from lightning_unitscale.scales.torch_rows import block_row, sampled_blocks
 from tests.helpers import sampled
 
 FORMATS = list(BLOCK_FORMATS.values())
@@ -99,12 +100,12 @@ def test_a_sample_estimates_the_whole() -> None:
 
 def test_rows_of_several_batches_are_added_up() -> None:
     layout = RowLayout((), True, None, (MXFP4, NVFP4))
-    rows = BlockRows(layout)
+    rows = block_rows(layout)
     tensors = [wide_spread(4, 64), wide_spread(2, 48), torch.zeros(0, 4), torch.tensor(3.0)]
     taken = [rows.add(tensor, -1, None) for tensor in tensors]
     read = rows.send()
     found = read([taken[:2], [], taken[2:3], taken[3:]])
     expected = sum(block_row(tensor, -1, layout) for tensor in tensors[:2])
     assert isinstance(expected, Tensor)
-    assert torch.equal(torch.from_numpy(found[0]), expected)
+    assert torch.equal(found[0], expected)
     assert not found[1:3].any() and found[3, :3].tolist() == [1, 0, 1]

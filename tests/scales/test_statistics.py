@@ -21,7 +21,7 @@ from lightning_unitscale.scales.layout import (
     RowLayout,
 )
 from lightning_unitscale.scales.reduce import merge_rows
-from lightning_unitscale.scales.statistics import StepRows, statistics_row
+from lightning_unitscale.scales.statistics import statistics_row, step_rows
 from lightning_unitscale.scales.torch_rows import functional_row, sample_stride
 from tests.helpers import CalledOperators
 
@@ -337,7 +337,7 @@ def test_rows_of_a_step_are_those_of_each_tensor():
     tensors = [torch.randn(1 + 997 * k % 40_000) * 2.0 ** (k % 9 - 4) for k in range(150)]
     tensors[7][3] = math.nan
     tensors += [torch.zeros(0), torch.zeros(9), torch.randn(5).bfloat16(), torch.randn(9).double()]
-    rows = StepRows(LIGHT)
+    rows = step_rows(LIGHT)
     taken = [rows.add(tensor) for tensor in tensors]
     read = rows.send()
     for index in (*reversed(range(len(tensors))),):
@@ -358,7 +358,7 @@ def test_what_is_measured_can_be_resized_as_before(dtype):
     tensor = torch.randn(300, 7).to(dtype)
     for layout in (LIGHT, MOMENTS, RowLayout(formats=(FP16,), histogram=True)):
         statistics_row(tensor, layout)
-    rows = StepRows(LIGHT)
+    rows = step_rows(LIGHT)
     row = rows.add(tensor)
     rows.send()([[row]])
     assert tensor.untyped_storage().resizable()
