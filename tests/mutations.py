@@ -993,7 +993,7 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong words end a command with another exit status",
-        "cli/errors.py",
+        "cli/commands.py",
         "EXIT_ERROR = 2",
         "EXIT_ERROR = 1",
         "test_cli.py -k wrong_words",

@@ -1,34 +1,32 @@
-"""Run the command line: `lightning-unitscale fit --config run.yaml`, a CLI with a report."""
+"""Train by `lightning-unitscale fit --config run.yaml` with a report, and show short errors."""
 
-from collections.abc import Mapping
+import re
+import sys
+import traceback
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_choice, check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
-from lightning_unitscale.callbacks.lightning_steps import step_arguments
-from lightning_unitscale.callbacks.packages import misconfigured
-from lightning_unitscale.cli.errors import OneLineParser, argument_error
-from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
-from lightning_unitscale.memory.gpus import DEVICE_WORDS, device_type, name_with_type
-from lightning_unitscale.memory.profile_report import check_sort_by
-from lightning_unitscale.patching import nothing
-from lightning_unitscale.pipeline.explain import explain_step
-from lightning_unitscale.profiler import profile_graph
+from lightning_unitscale.capture.fallback import Refusal
+from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.tensorboard import writer
 
 # Values of `--ckpt_path` that are not paths.
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
-# Configurations of `fit` may have it.
-IGNORED = "Accepted as by `fit`, but not used."
 EXIT_INTERRUPTED = 130  # the exit status after Ctrl-C
+EXIT_ERROR = 2
+_PACKAGE = Path(__file__).resolve().parent.parent
+# Lines of jsonargparse's messages that repeat the type or the value.
+_REPEATED = re.compile(r"(Does not validate|Subtypes: |Errors:|Given value|Expected a (path|dot) )")
+_GIVEN = re.compile(r"^ *Given value: (?!NestedArg)(.*)", re.MULTILINE)
+# The form of argument errors: "argument=value: what is wrong. Expected ...".
+_ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*[Ee]xpected .*)", re.MULTILINE)
 
 
 class UnitScaleCLI(LightningCLI):
@@ -142,196 +140,6 @@ class UnitScaleCLI(LightningCLI):
         print("\n".join(lines), flush=True)
 
 
-class ProfileCLI(UnitScaleCLI):
-    """Estimate memory and operations of a training step: `profile --config run.yaml`.
-
-    The configuration is that of `fit`. Only the trainer's precision, accelerator type, strategy and
-    numbers of devices and nodes count. You do not need the devices. Nothing is trained, logged or
-    saved.
-    """
-
-    command = "profile"
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--device",
-            type=Literal[DEVICE_WORDS] | None,
-            help="Device whose kernels are simulated; by default the trainer's accelerator. "
-            "You do not need the device.",
-        )
-        parser.add_argument("--sort_by", default="saved_bytes", help="Column to sort nodes by.")
-        parser.add_argument("--limit", type=int, default=20, help="Number of nodes to show.")
-        parser.add_argument("--json", type=str | None, help="JSON file to write the profile to.")
-        parser.add_argument("--plot", type=str | None, help="File to draw the live bytes to.")
-        parser.add_argument(
-            "--budget_bytes",
-            type=int | None,
-            help="Bytes; also find the largest batch within them.",
-        )
-        parser.add_argument("--ckpt_path", type=str | None, help=IGNORED)
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        trainer = self.config.trainer
-        use_base_precision(trainer)
-        gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
-        if isinstance(trainer.accelerator, str):
-            known = ("gpu", "auto", *AcceleratorRegistry)
-            check_choice("accelerator", trainer.accelerator, known, "unknown", "pass 'auto'")
-        default = "cuda" if trainer.accelerator in gpus else "cpu"
-        self._device = name_with_type(self.config.device or default)
-        self._check_options()
-        self._job = job = self._profiled_job()
-        # The simulated devices need not exist here, and no run happens.
-        trainer.accelerator, trainer.strategy = "cpu", job.strategy
-        trainer.devices, trainer.num_nodes = job.num_devices, job.num_nodes
-        self._keep_no_run()
-
-    def _keep_no_run(self) -> None:
-        """Leave out the settings that only a run needs."""
-        trainer = self.config.trainer
-        trainer.logger, trainer.callbacks = False, None
-        trainer.enable_checkpointing = False
-        if trainer.max_epochs is None:  # only `fit` sets it
-            trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
-
-    def _check_options(self) -> None:
-        """Refuse options that would otherwise fail after the step has been profiled."""
-        for name in ("json", "plot"):
-            if self.config[name] is not None:
-                check_file(name, self.config[name])
-        for name in ("limit", "budget_bytes"):
-            if self.config[name] is not None:
-                check_count(name, self.config[name])
-        check_sort_by(self.config.sort_by)
-
-    def _profiled_job(self) -> ProfiledJob:
-        trainer = self.config.trainer
-        return profiled_job(trainer.strategy, trainer.devices, trainer.num_nodes)
-
-    def answer(self) -> None:
-        """Profile the first training batch, and print its costs."""
-        model, context = self.model, self.trainer.precision_plugin.forward_context
-        with self._job.ranks(self.trainer, model, device_type(self._device)):
-            batch = self._first_batch()
-            self._drop_logs()
-            profile = profile_graph(
-                model,
-                *step_arguments(model, "training_step", batch, 0),
-                device=self._device,
-                optimizer=self._optimizer(),
-                method="training_step",
-                context=context,
-            )
-            print(f"{profile.module_table(depth=2)}\n")
-            print(profile.table(self.config.sort_by, self.config.limit))
-            print(f"\n{profile.totals()}")
-            if remark := self._job.remark(profile):
-                print(remark)
-            if (budget := self.config.budget_bytes) is not None:
-                print(f"Largest batch within {budget} bytes: {profile.max_batch_size(budget)}")
-            if self.config.json is not None:
-                profile.save(self.config.json)
-            if self.config.plot is not None:
-                profile.plot(self.config.plot)
-
-    def _drop_logs(self) -> None:
-        """Drop the values that the step logs, since no loop of the trainer runs."""
-        for name in ("log", "log_dict"):
-            self.model.__dict__[name] = nothing
-
-    def _first_batch(self) -> Any:
-        data, model = self.datamodule, self.model
-        model.trainer = self.trainer
-        if data is not None:
-            data.trainer = self.trainer
-        for hooks in filter(None, (data, model)):
-            hooks.prepare_data()
-            hooks.setup("fit")
-        # As in `fit`, so that a schedule can read the length of the run from the trainer.
-        self.trainer._data_connector.attach_data(model, datamodule=data)
-        self._job.configure(self.trainer, model, device_type(self._device))
-        loader = (model if data is None else data).train_dataloader()
-        for batch in loader:
-            return self.trainer.precision_plugin.convert_input(batch)
-        raise misconfigured(
-            f"`{self.command}`: the training data has no batch. Expected at least one. Check the "
-            "size of the data, and `drop_last`."
-        )
-
-    def _optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer of the model. Its schedule costs nothing."""
-        optimizers = self.model.configure_optimizers()
-        if isinstance(optimizers, Mapping):
-            optimizers = optimizers["optimizer"]
-        while isinstance(optimizers, (list, tuple)):
-            first = next(iter(optimizers), None)
-            if len(optimizers) > 1 and not isinstance(first, (list, tuple)):
-                print(f"Of {len(optimizers)} optimizers, the step is profiled with the first.")
-            optimizers = first["optimizer"] if isinstance(first, Mapping) else first
-        return optimizers
-
-
-def use_base_precision(trainer: Any) -> None:
-    """Replace a `UnitScaledPrecision` in a configuration by its base."""
-    # Without a run there are no scaled matmuls.
-    given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]
-    for plugin in given:
-        if str(getattr(plugin, "class_path", "")).endswith(".UnitScaledPrecision"):
-            base = plugin.init_args.get("base", "32-true")
-            is_word, others = isinstance(base, (str, int)), [e for e in given if e is not plugin]
-            trainer.plugins = others if is_word else [*others, base]
-            if is_word:
-                trainer.precision = base
-
-
-class ExplainPipelineCLI(ProfileCLI):
-    """Estimate the costs of stages: `explain-pipeline --config run.yaml --num_stages 4`."""
-
-    command = "explain-pipeline"
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--num_stages", type=int, default=2, help="Number of stages, one per device."
-        )
-        parser.add_argument(
-            "--num_microbatches",
-            type=int | None,
-            help="Number of equal parts of a batch; by default twice the stages.",
-        )
-        parser.add_argument(
-            "--device", type=Literal["cpu"], default="cpu", help="Device of the cost model."
-        )
-        parser.add_argument("--ckpt_path", type=str | None, help=IGNORED)
-
-    @override
-    def _check_options(self) -> None:
-        check_count("num_stages", self.config.num_stages)
-        if self.config.num_microbatches is not None:
-            check_count("num_microbatches", self.config.num_microbatches)
-
-    @override
-    def _profiled_job(self) -> ProfiledJob:
-        return ProfiledJob()
-
-    @override
-    def answer(self) -> None:
-        """Print the costs of the stages of the training step."""
-        self.trainer.strategy.connect(self.model)
-        batch, *indices = step_arguments(self.model, "training_step", self._first_batch(), 0)
-        plan = explain_step(
-            self.model,
-            batch,
-            self.config.num_stages,
-            *indices,
-            num_microbatches=self.config.num_microbatches,
-            context=self.trainer.precision_plugin.forward_context,
-        )
-        print(plan)
-
-
 class _FitRecord(pl.Callback):
     """A record for the report: the last validation, and whether Ctrl-C ended the fit."""
 
@@ -359,3 +167,62 @@ def tensorboard_command(trainer: pl.Trainer) -> str | None:
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
     return writer.command_for_logger(loggers[0]) if loggers else None
+
+
+class CommandError(SystemExit):
+    """The end of a command with one line on stderr and exit status 2."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        print(line, file=sys.stderr)
+        self.code = EXIT_ERROR
+
+
+class OneLineParser(LightningArgumentParser):
+    """A parser of a configuration whose errors are one line each."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        parser = getattr(ex, "subcommand_parser", None) or self
+        program = parser.prog.replace(" [options]", "")
+        if not program.startswith("lightning-unitscale"):  # jsonargparse's own, for one class
+            program = "lightning-unitscale"
+        raise CommandError(f"{program}: {in_one_line(message)}. See {program} --help.")
+
+
+def in_one_line(message: str) -> str:
+    """Return a message of jsonargparse without its repetitions."""
+    lines = [line.strip(" -") for line in message.splitlines()]
+    kept = dict.fromkeys(
+        re.sub(r'^Parser key "(.*?)":', r"\1:", line)
+        .replace("Expected a <class 'NoneType'>", "")
+        .replace("a typing.Literal", "one of ")
+        for line in lines
+        if not _REPEATED.match(line)
+    )
+    text = re.sub(r"a <class '(?:.*\.)?(\w+)'>", r"\1", " ".join(filter(None, kept)))
+    begin, *choices = text.split("Expected ")
+    text = f"{begin}Expected {' or '.join(map(str.strip, choices))}" if choices else text
+    given = None if "Got value" in text else _GIVEN.search(message)
+    return text if given is None else f"{text}. Got {given[1]}"
+
+
+def argument_error(error: Exception) -> str | None:
+    """Return the line of an error's text about an argument, or ``None``."""
+    complaint = _ARGUMENT_ERROR.search(str(error))
+    return None if complaint is None else complaint[1]
+
+
+def is_answer(error: Exception, *, plans: bool) -> bool:
+    """Check whether an error answers the user: the request is wrong or impossible."""
+    if isinstance(error, (CaptureError, Refusal, MisconfigurationException)):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    place = Path(frames[-1].filename).resolve() if frames else Path()
+    if place.name == "accelerator_connector.py":  # Lightning's checks of the Trainer's arguments
+        return True
+    if not place.is_relative_to(_PACKAGE):  # the user's code or a library
+        return False
+    if isinstance(error, (ValueError, TypeError)):
+        return argument_error(error) is not None
+    return plans and isinstance(error, RuntimeError)

@@ -14,13 +14,13 @@ from typing_extensions import override
 from lightning_unitscale import __version__
 from lightning_unitscale.cli.commands import (
     EXIT_INTERRUPTED,
-    ExplainPipelineCLI,
-    ProfileCLI,
+    CommandError,
     UnitScaleCLI,
+    is_answer,
 )
-from lightning_unitscale.cli.errors import CommandError, is_answer
 from lightning_unitscale.cli.fit_in import FitInCLI
 from lightning_unitscale.cli.precision import PrecisionCLI
+from lightning_unitscale.cli.profiled import ExplainPipelineCLI, ProfileCLI
 from lightning_unitscale.precision.diagnosis import diagnose
 from lightning_unitscale.tensorboard.divergence import find_divergence
 from lightning_unitscale.tensorboard.history import LastStep, read_run

@@ -14,8 +14,7 @@ from typing_extensions import override
 from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.callbacks.packages import misconfigured
-from lightning_unitscale.cli.commands import IGNORED, ProfileCLI, use_base_precision
-from lightning_unitscale.cli.profiled import ProfiledJob
+from lightning_unitscale.cli.profiled import IGNORED, ProfileCLI, ProfiledJob, use_base_precision
 from lightning_unitscale.memory.fitting import Fit, SizedStep, byte_owners, owners_table
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, parse_device
 from lightning_unitscale.memory.offload import gpu_cost_model, link_of

@@ -14,8 +14,7 @@ from lightning_unitscale.callbacks.lightning_steps import step_arguments, step_c
 from lightning_unitscale.callbacks.options import LOSSLESS
 from lightning_unitscale.callbacks.precision_plugin import UnitScaledPrecision
 from lightning_unitscale.callbacks.precision_reports import formats_of
-from lightning_unitscale.cli.commands import ProfileCLI
-from lightning_unitscale.cli.profiled import ProfiledJob
+from lightning_unitscale.cli.profiled import ProfileCLI, ProfiledJob
 from lightning_unitscale.matmuls.matmul_formats import FP8Linears, SimulateFormat
 from lightning_unitscale.precision.measured_step import Effort
 from lightning_unitscale.precision.meter import metering

@@ -1,4 +1,4 @@
-"""Measure the cost of low precision: which matmuls lose accuracy, and where two runs diverge."""
+"""Measure the cost of low precision: which matmuls lose accuracy, and the summary of a run."""
 
 from lightning_unitscale.precision.meter import precision_report
 from lightning_unitscale.precision.report import LedgerRow, PrecisionReport, Together
