@@ -37,6 +37,8 @@ from lightning_unitscale.matmuls.units import Units
 # The first steps at which "auto" measures: the scales of a new model change the most.
 _EARLY_STEPS = frozenset({8, 16, 32, 64})
 _EVERY = 128
+# The same after a tensor that was zero at first got its unit, since it often grows from there.
+_LATE_STEPS = _EARLY_STEPS | {2, 4}
 
 
 class RecalibrationSchedule:
@@ -52,12 +54,18 @@ class RecalibrationSchedule:
             )
         self.recalibrate = recalibrate
 
-    def measures_at(self, step: int) -> bool:
-        """Check whether units are measured again at a step."""
+    def measures_at(self, step: int, late_step: int | None = None) -> bool:
+        """Check whether units are measured again at a step.
+
+        Args:
+            step: The number of optimizer steps.
+            late_step: Where the last tensor that was zero at first got its unit.
+        """
         if self.recalibrate is None or step <= 0:
             return False
         if self.recalibrate == "auto":
-            return step in _EARLY_STEPS or step % _EVERY == 0
+            is_late = late_step is not None and step - late_step in _LATE_STEPS
+            return is_late or step in _EARLY_STEPS or step % _EVERY == 0
         return step % int(self.recalibrate) == 0
 
 
@@ -104,6 +112,7 @@ class MatmulUnits(LoopCallback):
         # True once a training step has been measured, in this fit or before.
         self.is_calibrated = False
         self._has_forward = False  # whether only its forward pass has been measured
+        self._late_step: int | None = None  # where a tensor without a unit last got one
         self._events = UnitEvents()
         self._schedule = schedule
         self._simulation = simulation
@@ -136,6 +145,7 @@ class MatmulUnits(LoopCallback):
         if is_other:
             self.leave()
             self._units, self.is_calibrated, self._has_forward = Units(), False, False
+            self._late_step = None
             self.counted = CountedSteps(self._option)
             if self._fp8 is not None:
                 self._fp8.forget()
@@ -172,7 +182,7 @@ class MatmulUnits(LoopCallback):
         self._events.begin_batch(loop)
         # The first step takes all measurements, those of an earlier validation included, so that
         # all ranks agree.
-        is_scheduled = self._schedule.measures_at(loop.step_index)
+        is_scheduled = self._schedule.measures_at(loop.step_index, self._late_step)
         self._units.is_looking = is_scheduled or not self.is_calibrated
         self._enter(loop.training_step, self._units.is_looking, is_training=True)
 
@@ -222,8 +232,7 @@ class MatmulUnits(LoopCallback):
         elif not units.is_looking:
             self._events.unrepresentable(session.receive(), self._when)
             if not (self._is_in_batch or self._agreement.is_awaited):
-                late = session.adopt(units.received().beyond(units.gauge))
-                self._events.late_units(late, self._step[0])
+                _adopt_late(self, units.received().beyond(units.gauge), self._step[0])
         self.counted.take(session, *self._step, is_training=False, when=self._when)
         _warn_of_flushed(session, self._step[0], self._when)
         step, counter = self._interrupted
@@ -237,6 +246,8 @@ class MatmulUnits(LoopCallback):
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
         state: dict[str, Any] = {"gauge": gauge, "depth": "products", "plain": plain}
+        if self._late_step is not None:
+            state["late_step"] = self._late_step
         if self._units.lacking:
             state["lacking"] = dict(self._units.lacking)
         if self._simulation is not None and self._simulation.is_stochastic:
@@ -256,6 +267,7 @@ class MatmulUnits(LoopCallback):
         if state_dict.get("depth") != "products":
             return
         self._units.step = state_dict.get("rounding_step", 0)
+        self._late_step = state_dict.get("late_step")
         gauge, lacking = Gauge.from_state(state_dict["gauge"]), state_dict.get("lacking", {})
         self._units.restore(gauge, state_dict["plain"], lacking)
         self.is_calibrated = True
@@ -309,7 +321,7 @@ class MatmulUnits(LoopCallback):
                     self._events.new_units(len(units.gauge), when, {})
             return
         # Tensors without a unit get one, even if the other units stay.
-        self._events.late_units(session.adopt(measurement.beyond(units.gauge)), when)
+        _adopt_late(self, measurement.beyond(units.gauge), when, is_joint=True)
         # Automatically, units change only if some no longer fit.
         if measurement.outside or self._schedule.recalibrate != "auto":
             old = units.gauge
@@ -321,12 +333,23 @@ class MatmulUnits(LoopCallback):
         # Every rank must count every step.
         units, meets = self._units, self._agreement.meets()
         if not self._agreement.is_awaited:
-            late = session.adopt(units.received().beyond(units.gauge))
-            self._events.late_units(late, self._when)
+            _adopt_late(self, units.received().beyond(units.gauge), self._when)
         elif meets:
             measured, self._agreement.is_open = joint_late(units.received(), units.lacking)
-            self._events.late_units(session.adopt(measured), self._when)
+            _adopt_late(self, measured, self._when, is_joint=True)
             self._events.unrepresentable(_left_out(session), self._when)
+
+
+def _adopt_late(
+    matmuls: MatmulUnits, measurement: Measurement, when: str, *, is_joint: bool = False
+) -> None:
+    """Adopt the units of tensors that had none, and measure again soon."""
+    loop, session = matmuls._running
+    late = session.adopt(measurement)
+    matmuls._events.late_units(late, when)
+    # All ranks must measure in the same steps.
+    if any_rank(bool(late)) if is_joint else late and not is_distributed():
+        matmuls._late_step = loop.step_index
 
 
 def unmatched(matmuls: MatmulUnits, exempt: Iterable[Exemption]) -> list[str]:

@@ -100,6 +100,24 @@ def test_units_are_those_of_the_first_value(name: str, how: str, recalibrate: An
     assert "no unit yet" not in text and "none yet" not in text
 
 
+class Steep(Annealed):
+    """A second loss that begins at step 9 and grows tenfold in each step."""
+
+    def loss(self, x: Tensor, step: int) -> Tensor:
+        h = torch.tanh(self.body(x))
+        weight = 0.0 if step < 9 else min(1e-9 * 10.0 ** (step - 9), 0.1)
+        return (h - x).square().mean() + weight * (self.aux(h) * x).mean()
+
+
+@pytest.mark.parametrize("format", ["simulated", "fp8"])
+def test_units_follow_a_tensor_that_grows_from_zero(format: str) -> None:
+    plain, found, start = Steep(), Steep(), Steep()
+    train(plain, num_steps=20)
+    train(found, [UnitScaleCallback(**FORMATS[format])], num_steps=20)
+    change, error = (plain.aux.weight - each.aux.weight for each in (start, found))
+    assert error.norm() < 0.15 * change.norm()
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("how", INTERRUPTED)
