@@ -37,6 +37,7 @@ from lightning_unitscale.capture.patches import (
     plain_libraries,
     plain_numbers,
     real_deletions,
+    uncompiled_threads,
 )
 from lightning_unitscale.patching import shadowed_here
 
@@ -201,7 +202,13 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
 
     # Most calls of a step capture nothing, so Dynamo is patched only while it captures.
     def convert_patched(*args: Any, **kwargs: Any) -> Any:
-        with without_dynamos_texts(), plain_libraries(), plain_numbers(), real_deletions():
+        with (
+            without_dynamos_texts(),
+            plain_libraries(),
+            plain_numbers(),
+            real_deletions(),
+            uncompiled_threads(),
+        ):
             return convert(*args, **kwargs)
 
     with (

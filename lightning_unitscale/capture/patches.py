@@ -91,6 +91,21 @@ from lightning_unitscale.capture.answers import insist_on_one_graph, plain_answe
 from lightning_unitscale.capture.breaks import frames_of, is_installed_file, short_reason
 from lightning_unitscale.patching import nothing, shadowed_here
 
+# Since torch 2.13. In torch 2.11 no flag is set for the whole process.
+_HAS_SESSIONS = hasattr(torch.compiler, "_compile_session_context")
+
+
+@contextlib.contextmanager
+def uncompiled_threads() -> Iterator[None]:
+    """Do not let torch.compiler.is_compiling() hold for other threads during a capture."""
+    # Adam and other optimizers would compute with tensors in place of Python's numbers, which
+    # changes the last bits of a training in another thread. Traced code has its own answer.
+    if not _HAS_SESSIONS:
+        yield
+        return
+    with shadowed_here(torch.compiler, _compile_session_context=contextlib.nullcontext):
+        yield
+
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:

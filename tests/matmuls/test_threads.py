@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale.capture.dynamo_capture import capture_settings
 from lightning_unitscale.capture.patches import opened_layers
 from lightning_unitscale.matmuls import execute
 from lightning_unitscale.patching import shadowed
@@ -250,6 +251,30 @@ def test_a_step_beside_a_compiler_has_its_units() -> None:
     torch.compile(torch.sin, backend=backend)(torch.ones(2))
     assert beside[0][1] == alone[1]
     assert_same_bits(beside[0][0], alone[0])
+
+
+def adam() -> list[Tensor]:
+    """Take some steps of an optimizer that asks whether it is compiled."""
+    weight = torch.linspace(-1.0, 1.0, 64).requires_grad_()
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        (weight - 0.3 * step).square().sum().backward()
+        optimizer.step()
+    return [weight.detach()]
+
+
+def test_an_optimizer_beside_a_capture_has_its_bits() -> None:
+    beside = []
+
+    def backend(graph_module: Any, _: Any) -> Any:
+        beside.append(in_new_thread(adam))
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    with capture_settings():
+        torch.compile(torch.cos, backend=backend)(torch.ones(2))
+    assert_same_bits(beside, [adam()])
 
 
 @pytest.mark.skipif(IS_TORCH_2_11, reason="torch 2.11's fake tensors crash on two threads at once")
