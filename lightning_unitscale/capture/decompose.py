@@ -39,6 +39,7 @@ from lightning_unitscale.capture.graph_nodes import (
     tensor_name,
     tensors_in,
     without_frame,
+    without_number,
 )
 from lightning_unitscale.functional.rules import concrete_size
 
@@ -99,7 +100,10 @@ def expand_composites(
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.scaled_dot_product_attention
     ):
-        dtype, is_expanded = autocast.get(node), decided.get(without_frame(tensor_name(node)))
+        name = without_frame(tensor_name(node))
+        # A step may call a module more often than the step that decided, to generate for example.
+        is_expanded = decided.get(name, decided.get(without_number(name)))
+        dtype = autocast.get(node)
         if _runs_as_matmuls(node, dtype, kernels.get(node), is_expanded):
             _expand(graph_module, node, attention_as_matmuls(dtype), sizes)
     graph_module.recompile()

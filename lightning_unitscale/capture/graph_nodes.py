@@ -34,6 +34,8 @@ Path = tuple[int | str, ...]  # position of an argument: ``(0,)``, ``("weight",)
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _FRAME = re.compile(r"@\d+")  # within a name if the operation is part of an expanded one
+# Operations of an expanded attention stand below its name, which has a number of its own.
+_NUMBER = re.compile(rf"_\d+$|(?<=\b{ATTENTION})_\d+(?=\.)")
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
 # Parts of Dynamo's paths that name no module. It reads ``__dict__`` if a class has ``__getattr__``.
 _NO_NAMES = frozenset({"", "_modules", "__self__", "__dict__"})
@@ -117,6 +119,11 @@ def tensor_name(node: fx.Node) -> str:
 def without_frame(name: str) -> str:
     """Return the name of a tensor without the number of its frame."""
     return _FRAME.sub("", name)
+
+
+def without_number(name: str) -> str:
+    """Return the name of a tensor without its number among those of its module and operation."""
+    return _NUMBER.sub("", without_frame(name))
 
 
 class Names:

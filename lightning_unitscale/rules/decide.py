@@ -251,7 +251,9 @@ class Decider:
             if prior is not None:
                 return prior
         for step in self._steps:
-            prior = self.prior.find_alike(step, tensor_name(node), decision.identity)
+            prior = self.prior.find_alike(
+                step, tensor_name(node), decision.identity, is_matmul=matmul_of(node) is not None
+            )
             if prior is not None:
                 return replace(prior, reads=decision.reads)
         return None

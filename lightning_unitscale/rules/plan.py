@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lightning_unitscale.arguments import check_choice, shown
-from lightning_unitscale.capture.graph_nodes import ATTENTION, without_frame
+from lightning_unitscale.capture.graph_nodes import ATTENTION, without_frame, without_number
 from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.rules.learning_rates import ParameterInfo, Role
 
 Action = Literal["scaled", "zeroed", "left"]
 OnUnknown = Literal["calibrate", "keep", "error"]
 Origin = Literal["rule", "derived", "calibrated", "residual", "kept", "loss"]
-
-_NUMBER = re.compile(r"_\d+$")
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,7 @@ def _without_namesake(name: str) -> str:
 
 
 def _without_number(name: str) -> str:
-    """Return the name of a tensor without its number among those of its module and operation."""
-    return _NUMBER.sub("", _without_namesake(name))
+    return without_number(_without_namesake(name))
 
 
 def _are_alike(
@@ -104,6 +100,16 @@ def _are_alike(
     return len(first) == len(second) and all(
         not one or not other or shortened(one) == shortened(other)
         for one, other in zip(first, second, strict=True)
+    )
+
+
+def _share_one(
+    first: tuple[str, ...], second: tuple[str, ...], shortened: Callable[[str], str]
+) -> bool:
+    """Check whether two operations read one tensor in the same place."""
+    return any(
+        one and shortened(one) == shortened(other)
+        for one, other in zip(first, second, strict=False)
     )
 
 
@@ -159,21 +165,27 @@ class RulePlan(Mapping[str, Decision]):
         return next(iter(found), None)
 
     def find_alike(
-        self, step: str, name: str, identity: tuple[str, tuple[str, ...]]
+        self, step: str, name: str, identity: tuple[str, tuple[str, ...]], *, is_matmul: bool
     ) -> Decision | None:
         """Return the decision on an operation that has another number in this step, if one fits."""
         # Without a loss, or with a cache, a module runs other operations, and the others are
-        # counted from another start.
+        # counted from another start. A module that generates runs its matmuls many times.
         op, reads = identity
 
         def shortened(read: str) -> str:
             return read if read in self.parameters else _without_number(read)
 
-        found = [
+        same = [
             decision
             for decision in self._by_kind.get(key(step, _without_number(name)), ())
-            if decision.op == op and _are_alike(decision.reads, reads, shortened)
+            if decision.op == op
         ]
+        found = [one for one in same if _are_alike(one.reads, reads, shortened)]
+        if not found and is_matmul:
+            # Keys and values come from a cache in only some of the steps.
+            found = [one for one in same if _share_one(one.reads, reads, shortened)]
+            if not found and f".{ATTENTION}" in name:
+                found = same
         return found[0] if len({one.factors for one in found}) == 1 else None
 
     @functools.cached_property
@@ -183,7 +195,7 @@ class RulePlan(Mapping[str, Decision]):
         found: dict[str, bool] = {}
         for name, decision in self.decisions.items():
             tensor = _without_namesake(name).partition(":")[2]
-            if _NUMBER.sub("", tensor).rpartition(".")[2] == ATTENTION:
+            if without_number(tensor).rpartition(".")[2] == ATTENTION:
                 found.setdefault(tensor, decision.op != ATTENTION)  # training comes first
         return found
 

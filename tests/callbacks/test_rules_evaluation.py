@@ -42,7 +42,36 @@ class Cached(Attending):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Attending, Cached])
+class Generating(Attending):
+    """An evaluation calls the module twice, and keys and values come from a cache with padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        q, k, v = self.qkv(x).reshape(1, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mask = None
+        if not self.training:
+            num_keys = k.shape[-2]
+            k, v = (torch.cat((one, torch.zeros_like(one)), dim=2) for one in (k, v))
+            mask = (torch.arange(2 * num_keys) < num_keys).expand(num_keys, -1)
+        attended = F.scaled_dot_product_attention(q, k, 3 * v, attn_mask=mask)
+        x = x + attended.transpose(1, 2).reshape(x.shape)
+        return self.readout(x + self.blocks[0](x))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.forward(batch[0])
+        return super().validation_step(batch, batch_idx)
+
+
+class GeneratingByMatmuls(Generating):
+    """The same with dropout, by which torch runs two matmuls in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return Attending.forward(self, x)
+
+
+@pytest.mark.parametrize("kind", [Attending, Cached, Generating, GeneratingByMatmuls])
 def test_the_loss_is_that_of_the_training_step(kind: type[Attending]) -> None:
     module = kind()
     trainer, (trained, *_) = fit(
