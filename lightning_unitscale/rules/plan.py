@@ -183,6 +183,7 @@ class RulePlan(Mapping[str, Decision]):
         found = [one for one in same if _are_alike(one.reads, reads, shortened)]
         if not found and is_matmul:
             # Keys and values come from a cache in only some of the steps.
+            same = [one for one in same if not self.parameters.keys() & {*one.reads, *reads}]
             found = [one for one in same if _share_one(one.reads, reads, shortened)]
             if not found and f".{ATTENTION}" in name:
                 found = same

@@ -111,7 +111,26 @@ def test_an_operation_with_another_number_has_the_decision_if_one_fits() -> None
     first = Decision("linear", ("add", "w_1"), "rule", "", 0.5)
     parameters: Any = {"w_1": None, "w_2": None}
     plan = RulePlan({"step:linear": first}, parameters)
-    assert plan.find_alike("step", "linear_2", ("linear", ("add_1", "w_1"))) is first
-    assert plan.find_alike("step", "linear_2", ("linear", ("add_1", "w_2"))) is None
+    for weight, is_matmul, expected in (("w_1", False, first), ("w_2", True, None)):
+        identity = "linear", ("add_1", weight)
+        assert plan.find_alike("step", "linear_2", identity, is_matmul=is_matmul) is expected
     two = RulePlan({"step:linear": first, "step:linear_1": replace(first, output=2.0)}, parameters)
-    assert two.find_alike("step", "linear_2", ("linear", ("add_1", "w_1"))) is None
+    identity = "linear", ("add_1", "w_1")
+    assert two.find_alike("step", "linear_2", identity, is_matmul=True) is None
+
+
+def test_a_matmul_of_activations_needs_one_common_operand_and_an_attention_none() -> None:
+    scores = Decision("matmul", ("linear", "linear_1"), "rule", "", 0.5)
+    result = Decision("matmul", ("softmax", "linear_2"), "rule", "", 2.0)
+    fused = Decision(ATTENTION, ("linear", "linear_1", "linear_2"), "rule", "", 3.0)
+    plan = RulePlan({"s:matmul": scores, "s:matmul_1": result, f"s:m.{ATTENTION}": fused})
+    for reads, is_matmul, expected in (
+        (("linear_3", "cat"), True, scores),
+        (("softmax_1", "cat_1"), True, result),
+        (("softmax_1", "cat_1"), False, None),
+        (("cat", "cat_1"), True, None),
+    ):
+        identity = "matmul", reads
+        assert plan.find_alike("s", "matmul_5", identity, is_matmul=is_matmul) is expected
+    identity = ATTENTION, ("mul", "cat", "cat_1")
+    assert plan.find_alike("s", f"m.{ATTENTION}_4", identity, is_matmul=True) is fused
