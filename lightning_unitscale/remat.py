@@ -1,9 +1,9 @@
 """Rematerialization: plan a step's forward and backward graph for a budget in bytes."""
 
+from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.offload import HostLink
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend
 from lightning_unitscale.memory.planner import Planner
-from lightning_unitscale.memory.profile_report import Budget
 from lightning_unitscale.memory.remat_module import pareto_front, plan_remat, remat
 from lightning_unitscale.memory.remat_plan import (
     RematPlan,

@@ -58,8 +58,9 @@ MAY_NOT_IMPORT_TORCH = (
     "tensorboard/divergence.py",
     "tensorboard/history.py",
     "tensorboard/plugin.py",
-    "tensorboard/responses.py",
     "tensorboard/run_report.py",
+    "tensorboard/report_page.py",
+    "tensorboard/responses.py",
     "tensorboard/run_pair.py",
     "tensorboard/schema.py",
     "tensorboard/table.py",
@@ -89,7 +90,7 @@ TORCH_ADAPTERS = (
     "pipeline/dataflow.py",
     "pipeline/rank_parameters.py",
     "pipeline/torch_engine.py",
-    "scales/transfer.py",
+    "scales/launches.py",
 )
 
 # Private by name only: the whole ecosystem uses it for nested inputs, and torch has no alternative.

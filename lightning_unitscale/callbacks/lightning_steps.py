@@ -20,12 +20,12 @@ from lightning_unitscale.callbacks import packages
 from lightning_unitscale.callbacks.around_steps import (
     around_backward_passes,
     keep_plain_where_recorded,
-    note_memory,
     untraced_calls,
     untraced_trainers,
 )
 from lightning_unitscale.callbacks.distributed import pipeline_of
 from lightning_unitscale.callbacks.options import mode_of
+from lightning_unitscale.callbacks.out_of_memory import note_memory
 from lightning_unitscale.capture.absent_ranks import is_wrapper
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.dynamo_capture import is_compiled

@@ -29,9 +29,10 @@ from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.step_messages import NO_REASON
 from lightning_unitscale.loops.loop import Claim
 from lightning_unitscale.loops.ranks import failing_together, gathered
+from lightning_unitscale.memory.budgets import Budget, check_budget
 from lightning_unitscale.memory.measured_budget import MeasuredPartitioner, Parts
 from lightning_unitscale.memory.offload import OP_BY_OP, HostLink, Offload, check_offload, link_of
-from lightning_unitscale.memory.profile_report import Budget, check_budget, format_bytes
+from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import (
     PeakMeter,
     gradient_bytes,

@@ -44,7 +44,7 @@ from lightning_unitscale.loops.loop import Claim, Loop
 from lightning_unitscale.matmuls.coverage import Coverage
 from lightning_unitscale.matmuls.gauge import Gauge
 from lightning_unitscale.matmuls.matmul_formats import MovingGrid
-from lightning_unitscale.memory.profile_report import check_budget
+from lightning_unitscale.memory.budgets import check_budget
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.precision.report import PrecisionReport
 

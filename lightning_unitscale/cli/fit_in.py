@@ -15,11 +15,12 @@ from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.cli.profiled import IGNORED, ProfileCLI, ProfiledJob, use_base_precision
+from lightning_unitscale.memory.budgets import parse_bytes
 from lightning_unitscale.memory.fitting import Fit, SizedStep, byte_owners, owners_table
 from lightning_unitscale.memory.gpus import DEVICE_WORDS, parse_device
 from lightning_unitscale.memory.offload import gpu_cost_model, link_of
 from lightning_unitscale.memory.problem import RematProblem
-from lightning_unitscale.memory.profile_report import format_bytes, parse_bytes
+from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.profile_step import batch_size_of, resized
 from lightning_unitscale.memory.traced_planner import traced_problem
 from lightning_unitscale.profiler import GraphProfile, profile_graph

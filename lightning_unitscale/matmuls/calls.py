@@ -29,7 +29,7 @@ from lightning_unitscale.matmuls.autograd_nodes import (
     note_thread,
     thread_number,
 )
-from lightning_unitscale.matmuls.computations import axes_of
+from lightning_unitscale.matmuls.block_rounding import axes_of
 from lightning_unitscale.matmuls.execute import Matmul, Placement, Visits, placement_of
 from lightning_unitscale.matmuls.measurement import Extent, Extents, Site
 from lightning_unitscale.matmuls.sites import function_arguments

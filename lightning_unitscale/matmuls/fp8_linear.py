@@ -31,8 +31,9 @@ from lightning_unitscale.functional.low_precision import (
     undoing,
 )
 from lightning_unitscale.functional.scale import Factor
+from lightning_unitscale.matmuls.block_rounding import is_parameter
 from lightning_unitscale.matmuls.calls import show
-from lightning_unitscale.matmuls.computations import EXEMPT, is_parameter
+from lightning_unitscale.matmuls.computations import EXEMPT
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.matmul_formats import (
     NO_LINEAR,

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from lightning_unitscale.formats import E4M3FN, E5M2, BlockFormat, NumberFormat
 from lightning_unitscale.formats.round_numbers import rounded, rounded_blocks
+from lightning_unitscale.matmuls.block_rounding import (
+    UNIT_SCALE,
+    Axes,
+    WeightMatmuls,
+    axes_of,
+    hadamard,
+    parts_of,
+)
 from lightning_unitscale.matmuls.computations import (
     COMPUTATIONS,
     EXEMPT,
-    UNIT_SCALE,
-    Axes,
     Computation,
-    WeightMatmuls,
-    axes_of,
     computations_of,
-    hadamard,
     joined_results,
-    parts_of,
 )
 from lightning_unitscale.matmuls.coverage import join_first
 from lightning_unitscale.matmuls.execute import Matmul, run_in_units, run_scaled

@@ -23,10 +23,10 @@ import torch
 from torch import fx, nn
 
 from lightning_unitscale.capture.graph_nodes import first_operation
+from lightning_unitscale.memory.budgets import Budget, limit_of, refusal
 from lightning_unitscale.memory.partitioner import RematPartitioner, limit_reach
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import Ints, Mask, NodeRegion, RematProblem
-from lightning_unitscale.memory.profile_report import Budget, limit_of, refusal
 from lightning_unitscale.memory.real_memory import PeakMeter
 from lightning_unitscale.memory.remat_plan import RematPlan, RematReport, reports_table
 from lightning_unitscale.memory.schedule import input_bytes

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from lightning_unitscale.arguments import shown
+from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.gpus import GPU, GPUS, present_gpu
 from lightning_unitscale.memory.problem import Ints, Mask, NodeRegion, RematProblem
-from lightning_unitscale.memory.profile_report import Budget
 from lightning_unitscale.memory.schedule import BackwardOrder, PlanTimeline
 
 # Copies in one direction that have started and that computing has not yet waited for.

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_unitscale.capture.aliasing import is_view
 from lightning_unitscale.capture.executors import execute_with
 from lightning_unitscale.capture.graph_nodes import drop_unread_draws, is_seeded, tensors_in
+from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import (
     CostModel,
     assuming_sizes,
@@ -48,7 +49,6 @@ from lightning_unitscale.memory.offload import (
 from lightning_unitscale.memory.offload_graph import insert_moves
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion, recomputed
-from lightning_unitscale.memory.profile_report import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.real_memory import storage_bytes
 from lightning_unitscale.memory.remat_plan import PLANNER_VERSION, RematPlan
 from lightning_unitscale.memory.schedule import input_bytes, lazy_order

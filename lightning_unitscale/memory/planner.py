@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_unitscale.memory.budgets import Budget, check_budget, limit_of, refusal
 from lightning_unitscale.memory.chain import EndingRuns, Run, choose_options, ending_runs
 from lightning_unitscale.memory.min_cut import (
     Blocks,
@@ -26,13 +27,7 @@ from lightning_unitscale.memory.problem import (
     recomputed,
     wanted,
 )
-from lightning_unitscale.memory.profile_report import (
-    Budget,
-    check_budget,
-    format_bytes,
-    limit_of,
-    refusal,
-)
+from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.remat_plan import RematPlan
 from lightning_unitscale.memory.schedule import backward_order, input_bytes, simulate_plan
 

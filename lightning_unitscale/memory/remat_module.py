@@ -20,13 +20,13 @@ from lightning_unitscale.capture.dynamo_capture import (
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.capture.module_steps import capture, own_copy
 from lightning_unitscale.capture.rollback import held_values
+from lightning_unitscale.memory.budgets import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.costs import CostModel
 from lightning_unitscale.memory.gpus import DeviceType, parse_device
 from lightning_unitscale.memory.offload import Offload, check_offload, gpu_cost_model, link_of
 from lightning_unitscale.memory.partitioner import RematPartitioner, aot_backend, is_kept
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
-from lightning_unitscale.memory.profile_report import Budget, BudgetError, check_budget
 from lightning_unitscale.memory.real_memory import gradient_bytes, storages_of
 from lightning_unitscale.memory.remat_plan import RematPlan, RematReport, plot_front, reports_table
 from lightning_unitscale.memory.traced_planner import traced_problem

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_unitscale.capture.graph_matmuls import MATMUL_WORDS
 from lightning_unitscale.capture.graph_recorder import local_part, stored_elements
+from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE, axes_of_function
 from lightning_unitscale.matmuls.calls import RanMatmul
-from lightning_unitscale.matmuls.computations import UNIT_SCALE, axes_of_function
 from lightning_unitscale.matmuls.gauge import TensorUnits, Unit
 from lightning_unitscale.matmuls.torch_internals import sequence_number
 from lightning_unitscale.monitor.names import Caller

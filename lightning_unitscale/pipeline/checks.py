@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_unitscale.capture.module_steps import ModuleSteps, steps_of
 from lightning_unitscale.loops.ranks import differing_ranks
-from lightning_unitscale.memory.profile_report import Budget
+from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.remat_module import StepPartitioner
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import leaves_of

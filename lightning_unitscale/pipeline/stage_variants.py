@@ -32,10 +32,11 @@ from lightning_unitscale.capture.graph_variants import Variant
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.loops.ranks import failing_together, gathered_on
+from lightning_unitscale.memory.budgets import Budget, limit_of
 from lightning_unitscale.memory.partitioner import RematPartitioner
 from lightning_unitscale.memory.planner import Planner
 from lightning_unitscale.memory.problem import NodeRegion
-from lightning_unitscale.memory.profile_report import Budget, format_bytes, limit_of
+from lightning_unitscale.memory.profile_report import format_bytes
 from lightning_unitscale.memory.real_memory import (
     gradient_bytes,
     optimizer_state_bytes,

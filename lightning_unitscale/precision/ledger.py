@@ -32,12 +32,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unitscale.matmuls.computations import (
-    Computation,
-    computations_of,
-    computed_operands,
-    is_parameter,
-)
+from lightning_unitscale.matmuls.block_rounding import is_parameter
+from lightning_unitscale.matmuls.computations import Computation, computations_of, computed_operands
 from lightning_unitscale.matmuls.execute import Matmul
 from lightning_unitscale.matmuls.measurement import FORWARD, Site
 from lightning_unitscale.matmuls.rounding import Numerics, SimulatedMatmuls

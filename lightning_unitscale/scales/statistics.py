@@ -24,10 +24,11 @@ from torch import Tensor, fx
 
 from lightning_unitscale.compiling import define_operator
 from lightning_unitscale.scales.host_rows import HostRows, host_row
+from lightning_unitscale.scales.launches import stream_of
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import completed_rows, merge_rows
 from lightning_unitscale.scales.torch_rows import block_row, check_floating, functional_row
-from lightning_unitscale.scales.transfer import HostCopy, stream_of
+from lightning_unitscale.scales.transfer import HostCopy
 
 
 @functools.cache

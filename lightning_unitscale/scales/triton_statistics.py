@@ -15,16 +15,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_unitscale.scales.layout import MOMENT_COLUMNS, NUM_EXPONENTS, RowLayout
-from lightning_unitscale.scales.reduce import empty_rows
-from lightning_unitscale.scales.torch_rows import Elements, dims_in_memory, sample_stride
-from lightning_unitscale.scales.transfer import (
+from lightning_unitscale.scales.launches import (
     RepeatedLaunch,
     can_repeat,
     current_device,
     repeated_launch,
     stream_of,
 )
+from lightning_unitscale.scales.layout import MOMENT_COLUMNS, NUM_EXPONENTS, RowLayout
+from lightning_unitscale.scales.reduce import empty_rows
+from lightning_unitscale.scales.torch_rows import Elements, dims_in_memory, sample_stride
 from lightning_unitscale.scales.triton_kernels import joint_rows, partial_rows
 
 NUM_WARPS: Final = 8

@@ -27,7 +27,7 @@ from lightning_unitscale.tensorboard.history import (
     block_of,
     read_run,
 )
-from lightning_unitscale.tensorboard.responses import report_page
+from lightning_unitscale.tensorboard.report_page import report_page
 from lightning_unitscale.tensorboard.table import scale_table
 
 if TYPE_CHECKING:

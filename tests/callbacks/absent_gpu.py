@@ -26,7 +26,7 @@ from lightning_unitscale.matmuls import execute
 from lightning_unitscale.matmuls import fp8_linear as fp8
 from lightning_unitscale.matmuls.kernels import matmul_kernel
 from lightning_unitscale.monitor import input_gradients, rows, watched_call
-from lightning_unitscale.scales import transfer
+from lightning_unitscale.scales import launches, transfer
 from lightning_unitscale.scales.layout import MOMENTS, RowLayout
 
 PACKAGE = str(Path(lightning_unitscale.__file__).parent)
@@ -223,7 +223,7 @@ def a_gpu() -> Iterator[Gpu]:
             },
         ),
         # A torch with CUDA would ask the driver, and has kernels that do not take fake tensors.
-        (transfer, {"current_stream": lambda index: 0}),
+        (launches, {"current_stream": lambda index: 0}),
         (execute, {"overridden_kernel": lambda operator, _: getattr(torch.ops.aten, operator)}),
         (
             triton_statistics,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.formats import MXFP4, MXFP8_E4M3, NVFP4
-from lightning_unitscale.matmuls.computations import UNIT_SCALE
+from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE
 from lightning_unitscale.monitor.rows import Measuring, TensorRow
 from lightning_unitscale.monitor.watcher import StepWatcher
 from lightning_unitscale.precision.diagnosis import diagnose

@@ -103,6 +103,6 @@ def test_a_step_that_cannot_be_profiled_keeps_its_error(monkeypatch: pytest.Monk
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no shapes")
 
-    monkeypatch.setattr("lightning_unitscale.callbacks.around_steps.profile_graph", fail)
+    monkeypatch.setattr("lightning_unitscale.callbacks.out_of_memory.profile_graph", fail)
     (note,) = _notes(torch.OutOfMemoryError("out of memory"), [RematCallback(1.0)])
     assert note == "lightning_unitscale: The step could not be profiled: no shapes"

@@ -15,7 +15,7 @@ from lightning_unitscale import Simulate, UnitScaleCallback
 from lightning_unitscale.capture.module_steps import captured_forward
 from lightning_unitscale.formats.round_numbers import rounded_blocks
 from lightning_unitscale.matmuls import rounding
-from lightning_unitscale.matmuls.computations import UNIT_SCALE, hadamard
+from lightning_unitscale.matmuls.block_rounding import UNIT_SCALE, hadamard
 from lightning_unitscale.quantize import quantize, quantize_blocks
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
 from tests.callbacks.runs import QUIET

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.gpt import GPT
+from lightning_unitscale.memory.budgets import check_budget, limit_of
 from lightning_unitscale.memory.planner import Planner
-from lightning_unitscale.memory.profile_report import check_budget, limit_of
 from lightning_unitscale.memory.remat_module import _planner
 from tests.memory.networks import NETWORKS
 from tests.memory.programs import random_problem

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_unitscale.memory.profile_report import Budget
+from lightning_unitscale.memory.budgets import Budget
 from lightning_unitscale.memory.remat_plan import RematReport
 from lightning_unitscale.pipeline import SplitPoint, pipeline
 from lightning_unitscale.pipeline.checks import check_schedule

@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lightning_unitscale.cli import main
 from lightning_unitscale.scales.violations import format_violations, parse_thresholds
 from lightning_unitscale.tensorboard.history import LastStep, read_run
-from lightning_unitscale.tensorboard.responses import STATIC, bundle
+from lightning_unitscale.tensorboard.report_page import STATIC, bundle
 from lightning_unitscale.tensorboard.run_report import FLAG, write_report
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import ScaleWriter
