@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
 from lightning_unitscale.tensorboard.history import RunScales, merge_orders
+from lightning_unitscale.tensorboard.lone_parameters import lone_parameters
 from lightning_unitscale.tensorboard.schema import ExponentCounts
 
 Doubles = npt.NDArray[np.float64]
@@ -273,8 +274,7 @@ class RunPair:
             read = [run.inputs.get(name, ()) for run in self.runs]
             left = [[each for each in read[side] if each not in read[1 - side]] for side in (0, 1)]
             found |= dict.fromkeys(self._stand_ins(*left), name)
-        # The names at the last step.
-        latest = [set(max(run.inputs_at(run.directions[0]).items())[1]) for run in self.runs]
+        latest = [_latest_names(run) for run in self.runs]
         pairs = [self._pair(each, reader, latest) for each, reader in found.items()]
         return tuple(sorted(pairs, key=lambda pair: self._order[pair.name]))
 
@@ -298,8 +298,17 @@ class RunPair:
         # The files of a compiled run do not show the readers of a tensor.
         facts = [own[name] for own in self._about if name in own]
         is_source, is_operand, is_matmul = (any(own[k] for own in facts) for k in (1, 2, 3))
-        module, is_rewired = facts[-1][0], bool(reader) and a in latest[1] and b in latest[0]
-        return TensorPair(names, name, module, is_source, is_operand, is_matmul, reader, is_rewired)
+        both = a in latest[1] and b in latest[0]
+        return TensorPair(
+            names,
+            name,
+            facts[-1][0],
+            is_source,
+            is_operand,
+            is_matmul,
+            reader,
+            bool(reader) and both,
+        )
 
 
 def _shares_above(
@@ -341,55 +350,12 @@ def _facts(run: RunScales) -> dict[str, tuple[str, bool, bool, bool]]:
     return dict(zip(run.names, rows, strict=True))
 
 
+def _latest_names(run: RunScales) -> set[str]:
+    graphs = run.inputs_at(run.directions[0])
+    return set(graphs[max(graphs)])
+
+
 def _first_log2_rms(run: RunScales) -> dict[str, float]:
     values = run.history("forward").values(stored=False)
     finite = np.where(np.isfinite(values[:1]), values[:1], 0.0).reshape(-1)
     return dict(zip(run.names, finite.tolist(), strict=False))
-
-
-def lone_parameters(runs: Sequence[RunScales]) -> dict[int, set[str]]:
-    """Return the trained parameters that only one run reads, by step."""
-    graphs = [run.inputs_at("forward") for run in runs]
-    # Trained tensors have a gradient.
-    trained = [
-        set(np.array(run.names, object)[~np.isnan(run.history("backward").log2_rms).all(axis=0)])
-        for run in runs
-    ]
-    known: dict[tuple[int, int], set[str]] = {}
-    found: dict[int, set[str]] = {}
-    for step in graphs[0].keys() & graphs[1].keys():
-        at = [graph[step] for graph in graphs]
-        key = id(at[0]), id(at[1])
-        if key not in known:
-            known[key] = set()
-            for side, (own, other) in enumerate((at, at[::-1])):
-                lone = _read_alone(own, other) & trained[side]
-                known[key] |= {name for name in lone if _is_recorded(runs[1 - side], name)}
-        found[step] = known[key]
-    return found
-
-
-def _read_alone(
-    own: Mapping[str, tuple[str, ...]], other: Mapping[str, tuple[str, ...]]
-) -> set[str]:
-    """Return the sources of one graph that shared tensors read, where nothing else differs."""
-    found: set[str] = set()
-    for name in own.keys() & other.keys():
-        if not other[name] or set(own[name]) <= other.keys():
-            continue
-        seen, pending = set(), list(own[name])
-        while pending:
-            if (read := pending.pop()) not in seen:
-                seen.add(read)
-                pending += () if read in other else own[read]
-        if {read for read in seen if read in other} == set(other[name]):
-            found |= {read for read in seen if not (read in other or own[read])}
-    return found
-
-
-def _is_recorded(run: RunScales, name: str) -> bool:
-    """Return whether a monitor that would see a parameter has recorded the run."""
-    # A monitor may leave out all biases, or all of a module.
-    module, _, own = name.rpartition(".")
-    endings = {each.rpartition(".")[2] for each in run.names}
-    return name in run.names or (module in run.modules and own in endings)
