@@ -63,13 +63,10 @@ class NewNodes:
     def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node."""
         node = self._graph.call_function(target, args, kwargs)
-        node.meta["val"] = self._run(target, args, kwargs)
-        return node
-
-    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = fx.map_arg((args, kwargs), value_of)
+        values, options = fx.map_arg((args, kwargs), value_of)
         with self._fake_mode:
-            return target(*args, **kwargs)
+            node.meta["val"] = target(*values, **options)
+        return node
 
 
 class JointMatmuls:

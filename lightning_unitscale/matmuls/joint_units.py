@@ -161,19 +161,18 @@ class Scaling(NewNodes):
     ) -> None:
         super().__init__(graph)
         self.parts: Any = None  # the node that gives the parts of the factors
-        self._parts: dict[int, fx.Node] = {}
+        self._read_parts: dict[int, fx.Node] = {}  # by their number, the nodes that read one
         # By their source, and by the name of the unit.
         self.copies: dict[tuple[fx.Node, _Name | None], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, _Name | None], fx.Node] = {}
         self._in_units = in_units
 
     def _factor_of(self, matmul: CompiledMatmul, index: int) -> _Factor:
-        if matmul.part not in self._parts:
+        number = matmul.part
+        if number not in self._read_parts:
             with self._graph.inserting_after(self.parts):
-                part = self._graph.call_function(operator.getitem, (self.parts, matmul.part))
-            part.meta["val"] = value_of(self.parts)[matmul.part]
-            self._parts[matmul.part] = part
-        return self._parts[matmul.part], matmul.offset + index
+                self._read_parts[number] = self.new(operator.getitem, self.parts, number)
+        return self._read_parts[number], matmul.offset + index
 
     def scale(self, node: fx.Node, rule: MatmulRule, matmul: CompiledMatmul) -> None:
         """Scale a matmul."""
