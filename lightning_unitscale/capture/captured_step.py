@@ -87,6 +87,7 @@ class _TracedFunction:
         self._running = executor
         getattr(owner.partition_fn, "begin_step", nothing)()
         with (
+            shadowed(owner, is_running=True),
             capture.capture_settings(passes_over=passes_over),
             kept_whole([function for each in owner.passes for function in each.kept_whole]),
             opened_layers(owner.changes_function),
@@ -127,8 +128,8 @@ class CapturedStep(StepState):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and then make the postponed calls."""
-        if not self.owner.is_attached:
-            # It is detached, but another wrapper still calls it.
+        if not self.owner.is_attached or self.owner.is_running:
+            # It is detached, but another wrapper still calls it. Or another step calls it.
             return self.__wrapped__(*args, **kwargs)
         if self.until_backward is not None:
             self.until_backward.close()  # the last call may have had no backward pass

@@ -178,6 +178,7 @@ class ModuleSteps(ModuleState):
         vars(new).update(
             vars(self), records=[], graph_breaks=[], owners=list(self.owners), _put=ExitStack()
         )
+        new.is_running = False
         new.rewriter = None  # set by the copy's own session, if it gets one
         new._observers = set(self._observers)
         for name in ("module", "partition_fn", "passes", "_shadowed"):

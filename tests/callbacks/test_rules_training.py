@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
 from torch import Tensor, nn
 
-from lightning_unitscale import ScaleMonitor
+from lightning_unitscale import ScaleMonitor, transforms
 from tests.callbacks.rule_runs import (
     METHODS,
     Classifier,
@@ -349,3 +349,46 @@ def test_the_loss_of_validation_is_that_of_training(kind: Any) -> None:
     validated = [float(one) for one in outputs if not isinstance(one, dict)]
     assert len(trained) == len(validated) == 3
     assert validated == pytest.approx(trained, rel=1e-5)
+
+
+class Helped(Classifier):
+    """Its training step uses another method for a loss without gradients."""
+
+    def helped(self, batch: Any) -> Any:
+        return F.cross_entropy(self.forward(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            reference = self.helped(batch)
+        if batch_idx == 0:
+            torch._dynamo.graph_break()
+        return F.cross_entropy(self.forward(batch[0]), batch[1]) - 0.5 * reference
+
+
+class HelpedByAStep(Helped):
+    """That method is a step, also in predictions."""
+
+    def helped(self, batch: Any) -> Any:
+        return self.validation_step(batch, 0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.forward(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.validation_step(batch, batch_idx)
+
+
+def test_a_step_that_calls_another_step() -> None:
+    trained, batch = [], next(iter(loader(8)))
+    for kind in (Helped, HelpedByAStep):
+        torch._dynamo.reset()
+        pl.seed_everything(2, verbose=False)
+        module = kind()
+        trainer, found = fit(module, unit_scale("u-mup"), max_steps=3)
+        trained.append(([loss_of(one) for one in found], weights(module)))
+    assert_same_bits(trained[0], trained[1])
+    predicted: Any = trainer.predict(module, loader(8))
+    deployed = transforms.deploy(module.eval(), batch[0])
+    expected = F.cross_entropy(deployed(batch[0]), batch[1])
+    assert float(predicted[0]) == pytest.approx(float(expected.detach()), rel=1e-6)
+
