@@ -391,4 +391,3 @@ def test_a_step_that_calls_another_step() -> None:
     deployed = transforms.deploy(module.eval(), batch[0])
     expected = F.cross_entropy(deployed(batch[0]), batch[1])
     assert float(predicted[0]) == pytest.approx(float(expected.detach()), rel=1e-6)
-
