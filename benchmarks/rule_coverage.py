@@ -2,7 +2,7 @@
 
 For every architecture of ``model_zoo.py`` and of ``own_architectures.py``: whether the rules run,
 eager and under Inductor, and after one batch at initialization the share of all operands of matrix
-matmuls within a factor 2 of RMS 1, and of all gradients that arrive at one within a factor 4, read
+matmuls within a factor 2 of RMS 1, and of all gradients of matmul outputs within a factor 4, read
 off the operators that torch executes. Beside it the model as it is, and the ``unit-scaling``
 package's ``unit_scale``. Gradients are checked against those of the same function without any
 factor on a gradient: they must be equal but for a power of two for each parameter, bit for bit.

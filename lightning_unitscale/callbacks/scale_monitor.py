@@ -77,14 +77,14 @@ class ScaleMonitor(StepsCallback):
         thresholds: Mapping from a format to one fraction of a tensor's elements, both of those that
             may overflow and of those that may become zero, or to a dict with some of the limits
             ``{"overflow": 0.0, "subnormal": 0.5, "flushed": 0.1}``. They apply to operands of
-            matmuls and to gradients that arrive at matmuls. By default we alert on any overflow in
+            matmuls and to gradients of matmul outputs. By default we alert on any overflow in
             a format with infinities, and on more than 0.1 % in a saturating format.
         trend_steps: Warn (never stop or raise) if a tensor's largest magnitude will leave a format
             of the thresholds within this many steps. This extrapolates the last eight samples.
             ``None`` checks no trends.
         tensorboard_tabs: Tensors in TensorBoard's own tabs (Scalars, Histograms, Custom Scalars).
             The Scales tab always shows all tensors. ``"operands"``: operands of matmuls and
-            gradients that arrive at matmuls. ``"all"``: all tensors. ``"scales"``: none.
+            gradients of matmul outputs. ``"all"``: all tensors. ``"scales"``: none.
         first_step: The first optimizer step that may be sampled.
         last_step: The last one; both are sampled if they are reached. ``None``: no end. Outside
             this window nothing is measured, and no loss is checked.

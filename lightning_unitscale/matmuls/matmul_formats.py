@@ -329,7 +329,7 @@ class FP8Linears:
         return f"{text}; exempt: {', '.join(exempt)}" if exempt else text
 
     def gradient_of(self, name: str) -> GradientFormat:
-        """Return the format of the gradient that arrives at a matmul."""
+        """Return the format of the gradient of a matmul output."""
         return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
 
     def why_not(

@@ -58,7 +58,7 @@ def lossless_unit_scale(
 ) -> nn.Module:
     """Return a copy of ``module`` that computes the same bits with matmuls near RMS 1.
 
-    Every operand of a matmul, and the gradient that arrives at it, is divided by a power of two
+    Every operand of a matmul, and the gradient of its output, is divided by a power of two
     near its RMS, which is measured on the example inputs. Multiplying by a power of two is exact,
     so values and gradients are those of ``module``. Its parameters keep their names and values.
     Lazy parameters get them in the first call, as those of ``module`` would.

@@ -115,7 +115,7 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
 
 
 class MatmulMeter:
-    """Separate gradients that arrive at matmuls from other operands of matmul kernels."""
+    """Separate gradients of matmul outputs from other operands of matmul kernels."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[str, float]] = []

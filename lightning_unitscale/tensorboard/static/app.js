@@ -213,7 +213,7 @@ export class App {
         ]),
       ),
     );
-    // Only gradients that arrive at matmuls have units, and the others would hide them.
+    // Only gradients of matmul outputs have units, and the others would hide them.
     const only = operands.size ? this.state.operandsOnly ?? direction === 'backward' : null;
     const matches = nameFilter(filter);
     this.rows = names.filter((name) => matches(name) && (!only || operands.has(name))).map((name) => known.get(name));
@@ -285,7 +285,7 @@ export class App {
     const texts = [`step ${step}`, scaleText(data.value(column, tensor, this.state.stored))];
     if (unit) texts.push(`unit ${power(unit)}`);
     if (data.operands[tensor]) {
-      texts.push(data.direction === 'forward' ? 'read by a matmul' : 'arrives at a matmul');
+      texts.push(data.direction === 'forward' ? 'read by a matmul' : 'gradient of a matmul output');
     }
     const bad = data.bad(column, tensor);
     if (bad) texts.push(`${bad.toLocaleString('en')} NaN or infinite`);

@@ -52,7 +52,7 @@ export class Controls {
       onchange: () => on.operandsOnly(this.operands.checked),
     });
     this.count = element('output', { class: 'count', 'aria-live': 'polite' });
-    const title = 'Only operands of matmuls, or gradients that arrive at matmuls (key o)';
+    const title = 'Only operands of matmuls, or gradients of matmul outputs (key o)';
     const check = element('label', { class: 'check', title }, this.operands, 'operands only');
     const shown = element('div', {}, this.count, check);
     const help = element(
@@ -137,7 +137,7 @@ const READING = [
   ['Backward', 'gradients of the same tensors'],
   ['True value', 'the unscaled value in your model'],
   ['Stored value', 'the scaled value, which has to fit the format; it differs from the true value only for scaled matmul operands'],
-  ['Operands', 'the tensors that matmuls read, marked by a bar; backward, the gradients that arrive at matmuls'],
+  ['Operands', 'the tensors that matmuls read, marked by a bar; backward, the gradients of matmul outputs'],
 ];
 
 /** Returns a dialog that explains the page and lists the keys. */

@@ -15,7 +15,7 @@ export class Legend {
     this.flag = element('span', { class: 'legend-item', hidden: true }, element('i', { class: 'flag' }), 'alert');
     this.operand = element(
       'span',
-      { class: 'legend-item', title: 'Operands of matmuls, and gradients that arrive at matmuls', hidden: true },
+      { class: 'legend-item', title: 'Operands of matmuls, and gradients of matmul outputs', hidden: true },
       element('i', { class: 'operand' }),
       'read by matmuls',
     );
