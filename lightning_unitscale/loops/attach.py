@@ -13,6 +13,7 @@ from torch import nn
 from lightning_unitscale.arguments import check_instance, checked_folder, shown
 from lightning_unitscale.loops import called_loop
 from lightning_unitscale.loops.loop import LoopCallback, given_callbacks
+from lightning_unitscale.loops.ranks import UNEVEN
 from lightning_unitscale.patching import Replacement, shadowed
 
 
@@ -195,6 +196,7 @@ class Attachment(called_loop.CalledLoop):
 
     def _close(self) -> None:
         self._is_attached = False
+        UNEVEN.discard(self)
         self._forward.close()
         self._attached.close()
         if self._writer is not None:
@@ -209,7 +211,8 @@ def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attach
     attachment = called_loop.attachment_of(inner)
     if not isinstance(attachment, Attachment):
         scaler = getattr(fabric.strategy.precision, "scaler", None)
-        attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)
+        wrapper = module._forward_module
+        attachment = Attachment(wrapper, None, (), loggers=fabric.loggers, scaler=scaler)
         made, mark = attachment, module.mark_forward_method
 
         def mark_and_follow(method: Any) -> None:

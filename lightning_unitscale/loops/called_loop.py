@@ -26,7 +26,7 @@ from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.module_steps import LIGHTNING_STEPS
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
-from lightning_unitscale.loops.ranks import rank, world_size
+from lightning_unitscale.loops.ranks import UNEVEN, joins_ranks, rank, world_size
 from lightning_unitscale.matmuls.autograd_nodes import HandedOn
 from lightning_unitscale.matmuls.module_matmuls import find_loss
 from lightning_unitscale.monitor.watcher import CalledMethod
@@ -56,7 +56,7 @@ class CalledLoop(Loop):
         log_dir: str | Path | None,
         loggers: Any,
     ) -> None:
-        self.module = unwrapped(module)
+        self.module, self._wrapper = unwrapped(module), module
         self.steps = called_methods(self.module, methods)
         self._optimizers = OptimizerSteps(module, optimizer)
         self._callbacks: list[LoopCallback] = []
@@ -137,6 +137,8 @@ class CalledLoop(Loop):
                     callback.end_evaluation()
         if not self._is_in_batch:
             self._is_in_batch, self.has_stepped, self._has_evaluated = True, False, False
+            if joins_ranks(self._wrapper) and self not in UNEVEN:
+                self._leave_ranks()
             for callback in self._callbacks:
                 callback.begin_batch()
         call = self._call
@@ -145,6 +147,18 @@ class CalledLoop(Loop):
         for callback in self._callbacks:
             callback.begin_backward(loss)
         return result
+
+    def _leave_ranks(self) -> None:
+        """Exchange nothing with other ranks, which may run other numbers of steps."""
+        UNEVEN.add(self)
+        if self.is_global_zero:
+            warnings.warn(
+                f"module={type(self._wrapper).__name__}: it trains in torch's Join context, in "
+                "which ranks may run different numbers of steps. So each rank measures its own "
+                "units, and ScaleMonitor shows the first rank's batches. For joint units, give all "
+                "ranks the same number of batches, without Join.",
+                stacklevel=6,
+            )
 
     def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
         """Note that an optimizer begins its step. Its closure may call the module."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 _Value = TypeVar("_Value")
+# The owners of trainings whose ranks may run different numbers of steps.
+UNEVEN: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def joins_ranks(module: nn.Module) -> bool:
+    """Check whether a wrapped module has trained in torch's ``Join`` context (torch 2.14)."""
+    # A rank that has run out of batches repeats only the wrapper's collectives.
+    return bool(getattr(getattr(module, "_join_config", None), "enable", False))
 
 
 def world_size() -> int:
@@ -23,8 +32,8 @@ def rank() -> int:
 
 
 def is_distributed() -> bool:
-    """Check whether there are other ranks."""
-    return world_size() > 1
+    """Check whether there are other ranks, and all run the same steps."""
+    return world_size() > 1 and not UNEVEN
 
 
 def gathered(own: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -38,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_unitscale import RematCallback, UnitScaleCallback
+from lightning_unitscale.loops.ranks import is_distributed
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from tests.distributed.launch import quiet_rank, whole
 from tests.loops import zoo
@@ -148,8 +150,19 @@ def _attached(spread: str, module: nn.Module, *arguments: Any) -> Any:
     return LOOPS["plain"](SPREADS[spread](module, mesh), *arguments)
 
 
+def _joined(spread: str, module: nn.Module, batches: Any, *arguments: Any) -> Any:
+    """The second rank has only the batches of one step."""
+    model = DistributedDataParallel(module)
+    count = len(batches) if dist.get_rank() == 0 else NUM_ACCUMULATED
+    with Join([model]):
+        found = LOOPS["plain"](model, batches[:count], *arguments)
+    assert is_distributed()  # what is attached later exchanges its units again
+    return found
+
+
 DOORS: dict[str, Callable[..., Any]] = {
     "attach": _attached,
+    "join": _joined,
     "fabric": _in_fabric,
     "lightning": _in_trainer,
     # These wrap the module by themselves.

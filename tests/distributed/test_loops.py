@@ -75,6 +75,8 @@ def _runs_of(test: str, kind: str = "", method: str = "", name: str = "", run: s
         return []
     if test == "test_what_cannot_be_is_refused":
         return [run]
+    if test == "test_ranks_may_have_different_numbers_of_batches":
+        return [f"join:ddp:{one}:Blocks" for one in ("plain", "both")]
     kinds = [kind, *([_SAME[kind]] if kind in _SAME else [])]
     if test == "test_the_same_bits":
         others = [one for one in kinds[1:] if (one, method, name) in _cases()]
@@ -211,3 +213,13 @@ def test_ranks_speak_at_sampled_steps_only(kind: str, results: Results) -> None:
     for plain, found in zip(*runs, strict=True):
         more = Counter(found["collectives"]) - Counter(plain["collectives"])
         assert more == {"all_reduce": 9}
+
+
+def test_ranks_may_have_different_numbers_of_batches(results: Results) -> None:
+    """In torch's Join context, ranks without a batch wait for no others."""
+    plain, found = (results(f"join:ddp:{method}:Blocks") for method in ("plain", "both"))
+    assert [len(one["losses"]) for one in plain] == [6, 2]
+    for without, ours in zip(plain, found, strict=True):
+        for part in ("losses", "weights"):
+            assert_same_bits(ours[part], without[part])
+        assert ours["matmuls"] == (34, 34)
