@@ -23,7 +23,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_unitscale.capture.breaks import joined_reasons
+from lightning_unitscale.capture.breaks import joined_lines, joined_reasons
 from lightning_unitscale.capture.executors import CompileMode
 from lightning_unitscale.capture.module_steps import ModuleSteps
 from lightning_unitscale.capture.step_messages import NO_REASON
@@ -264,7 +264,6 @@ class RematCallback(StepsCallback):
         if self._has_warned or not breaks:
             return
         self._has_warned = True
-        lines = dict.fromkeys(reason.rsplit(" at ", 1)[-1] for reason in breaks)
         count = len(reports_by_part(self.reports))
         parts = (
             f"{count} parts, so budget={self.budget!r} applies to each of them"
@@ -273,8 +272,8 @@ class RematCallback(StepsCallback):
         )
         rank_zero_warn(
             f"RematCallback: training_step is captured in {parts}. It breaks at "
-            f"{', '.join(lines)}. Expected a step that is one graph. Keep printing, .item() and "
-            "shapes that depend on values out of it."
+            f"{joined_lines(breaks)}. Expected a step that is one graph. Keep printing, .item() "
+            "and shapes that depend on values out of it."
         )
 
     def _summary(self) -> str:

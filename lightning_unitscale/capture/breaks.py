@@ -192,6 +192,12 @@ def joined_reasons(reasons: Sequence[str]) -> str:
     return "; ".join(several[:_MAX_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
+def joined_lines(breaks: Sequence[str]) -> str:
+    """Join the lines of the first few graph breaks for a message, each once."""
+    placed = [one for one in breaks if " at " in one and not _is_ours(one)]
+    return joined_reasons([one.rsplit(" at ", 1)[-1] for one in placed or breaks])
+
+
 def _is_ours(reason: str) -> bool:
     lines = reason.lines if isinstance(reason, Reason) else ()
     return bool(lines) and all(line.filename.startswith(_OWN_PACKAGE) for line in lines)

@@ -33,6 +33,7 @@ Path = tuple[int | str, ...]  # position of an argument: ``(0,)``, ``("weight",)
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_FUNCTION = re.compile(r'File ".+", line \d+, in (\S+)')
 _FRAME = re.compile(r"@\d+")  # within a name if the operation is part of an expanded one
 # Operations of an expanded attention stand below its name, which has a number of its own.
 _NUMBER = re.compile(rf"_\d+$|(?<=\b{ATTENTION})_\d+(?=\.)")
@@ -56,6 +57,12 @@ def line_of(node: fx.Node) -> tuple[str, str] | None:
     """Return the file and line of the code that made a node, if Dynamo has noted it."""
     found: list[tuple[str, str]] = _LINE.findall(node.meta.get("stack_trace") or "")
     return found[-1] if found else None
+
+
+def function_of(node: fx.Node) -> str:
+    """Return the name of the function whose code made a node, if Dynamo has noted it."""
+    found: list[str] = _FUNCTION.findall(node.meta.get("stack_trace") or "")
+    return found[-1] if found else ""
 
 
 def is_seeded(node: fx.Node) -> bool:

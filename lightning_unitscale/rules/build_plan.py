@@ -30,7 +30,14 @@ from lightning_unitscale.capture.step_messages import CaptureError
 from lightning_unitscale.matmuls.measurement import root_mean_square
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.flow import DIVIDED, TIMES, Flow, is_operation, parameter_path
-from lightning_unitscale.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan, key
+from lightning_unitscale.rules.plan import (
+    Decision,
+    ParameterPlan,
+    RuleOptions,
+    RulePlan,
+    evaluation_of,
+    key,
+)
 from lightning_unitscale.rules.roles import Structure, find_structure, plan_parameters
 from lightning_unitscale.rules.unit_weights import prepared_like
 
@@ -76,7 +83,7 @@ def plan_step(
         structure = _structure_of(flow, prior, step.title)
         parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
         most_calls = _MANY_TIMES * (recorder.num_calls + 1)
-        run = _ScaledRun(structure, parameters, options, prior, joint, step.title, most_calls)
+        run = _ScaledRun(structure, parameters, options, prior, joint, step, most_calls)
         with grad():
             rehearse(step, run, args, kwargs)
         # The second run may not have been the recorded one.
@@ -135,6 +142,7 @@ def plan_graph(
         replace(options, on_unknown="keep"),
         lambda node: None,
         prior=prior,
+        evaluation=evaluation_of(prior, step),
     )
     for node in flow.nodes:
         decider.before(node)
@@ -265,13 +273,16 @@ class _ScaledRun:
         options: RuleOptions,
         prior: RulePlan,
         joint: Joint | None,
-        title: str,
+        step: CapturedStep,
         most_calls: int,
     ) -> None:
         self.flow = structure.flow
-        self._title, self._most_calls, self._num_calls = title, most_calls, 0
+        self._title, self._most_calls, self._num_calls = step.title, most_calls, 0
         self._joint = joint
-        self.decider = Decider(structure, parameters, options, self.measure, prior=prior)
+        evaluation = evaluation_of(prior, step.name)
+        self.decider = Decider(
+            structure, parameters, options, self.measure, prior=prior, evaluation=evaluation
+        )
         # The first run of a step may change what the next one runs (a setting, a cache).
         self.saw_new_graph = False
         # Parameters that were planned before have their values already.

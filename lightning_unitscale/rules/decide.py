@@ -21,6 +21,7 @@ from lightning_unitscale.capture.graph_nodes import (
     Path,
     example_tensor,
     float_arguments,
+    function_of,
     op_name,
     tensor_name,
 )
@@ -43,6 +44,7 @@ from lightning_unitscale.rules.plan import (
     ParameterPlan,
     RuleOptions,
     RulePlan,
+    changes_alike,
 )
 from lightning_unitscale.rules.propagate import TRUSTED, Measure, Scales
 from lightning_unitscale.rules.residuals import branch_weights
@@ -62,6 +64,8 @@ class Decider:
         options: RuleOptions,
         measure: Measure,
         prior: RulePlan | None = None,
+        *,
+        evaluation: str | None = None,
     ) -> None:
         self.structure = structure
         self.flow = structure.flow
@@ -73,6 +77,7 @@ class Decider:
             structure.flow, parameters, measure, options.on_unknown, self.decisions
         )
         self.prior = prior or RulePlan()
+        self._evaluation = evaluation  # the step that is planned, if another one was before
         self._steps = sorted(self.prior.steps())
 
     def before(self, node: fx.Node) -> Decision | None:
@@ -241,8 +246,22 @@ class Decider:
         return self.options.activation_mult
 
     def _keep(self, node: fx.Node, decision: Decision) -> Decision:
-        decision = self._from_prior(node, decision) or decision
+        decision = self._from_prior(node, decision) or self._as_written(node, decision)
         self.decisions[tensor_name(node)] = decision
+        return decision
+
+    def _as_written(self, node: fx.Node, decision: Decision) -> Decision:
+        """Leave what only the code of an evaluation does, outside of all modules, as it is."""
+        # This is a metric or an average of predictions, and not the model.
+        name, matmul = tensor_name(node), matmul_of(node)
+        if (
+            self._evaluation is None
+            or node.meta.get("nn_module_stack")
+            or (matmul and any(self.flow.is_weight(one.node) for one in matmul.operands))
+        ):
+            return decision
+        if self._evaluation in function_of(node) or not changes_alike(self.prior, name):
+            return _decision(node, "kept", f"only {self._evaluation} runs it")
         return decision
 
     def _from_prior(self, node: fx.Node, decision: Decision) -> Decision | None:

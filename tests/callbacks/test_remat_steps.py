@@ -130,6 +130,22 @@ def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
     assert sum("RematCallback" in str(warning.message) for warning in warned) == 1
 
 
+class _Adversarial(_Step):
+    def training_step(self, batch, batch_idx):
+        x = batch.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self(x).square().sum(), x)
+        return self(batch + gradient.sign()).square().mean()
+
+
+@pytest.mark.slow
+def test_it_names_the_users_lines_only() -> None:
+    with pytest.warns(UserWarning, match=r"test_remat_steps.py:\d+\. Expected") as warned:
+        _fit(_Adversarial(), RematCallback(1.0))
+    (message,) = (str(one.message) for one in warned if "RematCallback" in str(one.message))
+    assert "lightning_unitscale" not in message
+    assert "Generators" not in message
+
+
 class _Queue(_Step):
     """A queue of keys, as in MoCo: the step replaces some keys that its loss has read."""
 

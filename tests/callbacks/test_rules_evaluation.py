@@ -91,13 +91,36 @@ def test_a_deployed_module_has_the_attention_of_the_training_step() -> None:
     assert float(loss.detach()) == pytest.approx(float(trained["loss"]), rel=1e-5)
 
 
-class Measuring(Classifier):
+class Averaging(Classifier):
+    """Code of the evaluation alone: predictions that are averaged, and a metric with a matmul."""
+
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.forward(batch[0])
-        return (out @ out.mT).sum()
+        mean = (out + self.forward(batch[0])) / 2
+        self.log("val_loss", F.cross_entropy(mean, batch[1]))
+        self.log("similarity", (out @ out.mT).sum() / out.sum(0).square().sum())
+
+
+def test_code_of_an_evaluation_alone_stays_as_it_is() -> None:
+    module = Averaging(lambda module: torch.optim.SGD(module.parameters(), lr=0.0))
+    trainer, (trained, *_) = fit(module, unit_scale("u-mup"), data=DATA, val=DATA, max_steps=1)
+    (validated,) = trainer.validate(module, DATA, verbose=False)
+    assert validated["val_loss"] == pytest.approx(float(trained["loss"]), rel=1e-5)
+    assert validated["similarity"] == pytest.approx(1, rel=1e-4)
+
+
+class Measuring(Classifier):
+    """An operation of a module that the training step does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(5, 5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.probe(self.forward(batch[0])).sum()
 
 
 def test_operations_of_an_evaluation_alone_are_named() -> None:
     module = Measuring()
-    with pytest.warns(UserWarning, match=r"validation_step runs operations .*: matmul\. Rules"):
+    with pytest.warns(UserWarning, match=r"validation_step runs .*: probe\.linear\. Rules"):
         fit(module, unit_scale("u-mup"), data=DATA, val=DATA, max_steps=1)
