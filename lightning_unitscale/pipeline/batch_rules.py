@@ -373,6 +373,12 @@ def _dim_of_pieces(operation: Operation) -> int:
 
 def _slice_of(index: Any, dim: int, ndim: int) -> slice | None:
     """Return the slice that a subscript takes of a dimension, or ``None`` for indices."""
+    entry = entry_of(index, dim, ndim)
+    return entry if isinstance(entry, slice) else None
+
+
+def entry_of(index: Any, dim: int, ndim: int) -> Any:
+    """Return what a subscript takes of a dimension: a slice, an index or a mask."""
     entries = list(index) if isinstance(index, (tuple, list)) else [index]
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     expanded: list[Any] = []
@@ -381,5 +387,4 @@ def _slice_of(index: Any, dim: int, ndim: int) -> slice | None:
             expanded += [slice(None)] * (ndim - used)
         elif entry is not None:
             expanded.append(entry)
-    entry = expanded[dim] if dim < len(expanded) else slice(None)
-    return entry if isinstance(entry, slice) else None
+    return expanded[dim] if dim < len(expanded) else slice(None)

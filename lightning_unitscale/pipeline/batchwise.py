@@ -21,6 +21,7 @@ from lightning_unitscale.capture.aliasing import memory_roots, written_arguments
 from lightning_unitscale.capture.copy_graphs import is_checkpoint
 from lightning_unitscale.capture.graph_nodes import example_tensor, op_name, tensor_name
 from lightning_unitscale.capture.graph_variants import GraphCall
+from lightning_unitscale.pipeline.batch_positions import Positions
 from lightning_unitscale.pipeline.batch_rules import (
     ARITHMETIC,
     COUNTED,
@@ -124,6 +125,7 @@ class _Comparison:
         if isinstance(pairs, str):
             return dict.fromkeys(part.graph.nodes, Coupled(pairs))
         facts: dict[fx.Node, Any] = {}
+        positions = Positions()
         # Nodes that depend only on the batch. They can be computed before the step.
         data = set[fx.Node]()
         roots = memory_roots(part.graph)
@@ -154,6 +156,8 @@ class _Comparison:
                 continue
             operation = Operation(node, other, known, self._count)
             facts[node] = self._of_results(operation)
+            if reason := positions.reason(operation, facts[node]):
+                facts[node] = operation.coupled(reason)
             for target in written_arguments(node):
                 _spoil(operation, target, roots, facts, data)
             ours, theirs = example_tensor(node), example_tensor(other)
@@ -308,7 +312,14 @@ def _spoil(
         data.difference_update(views)
     written = [fact for node in others for fact in (facts[node],) if not isinstance(fact, tuple)]
     of_samples = any(isinstance(fact, Rows) for fact in written)
-    if any(isinstance(fact, (Mean, Coupled)) for fact in written) or (
+    of_target = facts[target]
+    if isinstance(of_target, Same) and isinstance(facts[roots[target]], Rows):
+        of_target = operation.coupled("writes into samples at a position of the batch")
+    # The target may be a part of the batch, and the operation may choose one.
+    coupled = [one for one in (facts[operation.node], of_target) if isinstance(one, Coupled)]
+    if coupled:
+        facts.update(dict.fromkeys(views, coupled[0]))
+    elif any(isinstance(fact, (Mean, Coupled)) for fact in written) or (
         of_samples and isinstance(facts[target], Same)
     ):
         reason = operation.coupled("writes batch-dependent values into a tensor")

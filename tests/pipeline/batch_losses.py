@@ -83,6 +83,26 @@ def _balanced(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (losses * weights).mean()
 
 
+def _written(
+    logits: Tensor,
+    batch: dict[str, Tensor],
+    write: Callable[[Tensor], object],
+    then: Callable[[Tensor], object] = lambda logits: None,
+) -> Tensor:
+    labels = batch["labels"].clone()
+    write(labels)
+    then(logits)
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+
+
+def _columns(labels: Tensor) -> None:
+    labels[:, 0] = 1
+    labels[..., 2:3] = 2
+    labels[::2] = 3
+    labels[labels > 7] = 4
+    labels[torch.arange(len(labels)), labels[:, 1].clamp(0, LENGTH - 1)] = 5
+
+
 FOLLOW: dict[str, Loss] = {
     "tokens": lambda s, z, b: _tokens(z, b),
     "another class ignored": lambda s, z, b: F.cross_entropy(
@@ -106,6 +126,7 @@ FOLLOW: dict[str, Loss] = {
         (_each(z, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1)
     ),
     "a mask with a write": lambda s, z, b: _without_first(z, b),
+    "written columns and masks": lambda s, z, b: _written(z, b, _columns),
     "normalized mask": lambda s, z, b: (_each(z, b) * (b["mask"] / b["mask"].sum())).sum(),
     "mean of sentences": lambda s, z, b: (
         (_each(z, b) * b["mask"]).sum(1) / b["mask"].sum(1).clamp(min=1)
@@ -188,6 +209,26 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "pseudo labels": (
         lambda s, z, b: F.cross_entropy(z.view(-1, CLASSES), z.argmax(-1).view(-1)),
         "the number of targets that count",
+    ),
+    "written first": (lambda s, z, b: _written(z, b, lambda y: y[:1].fill_(-100)), "at a position"),
+    "set first": (
+        lambda s, z, b: _written(z, b, lambda y: y.__setitem__(slice(3), -100)), "on the position"
+    ),
+    "set one": (
+        lambda s, z, b: _written(z, b, lambda y: y.__setitem__((0, slice(2, None)), 1)),
+        "on the position",
+    ),
+    "zeroed": (lambda s, z, b: _written(z * 1, b, lambda y: y, lambda z: z[1].zero_()), "getitem"),
+    "filled": (
+        lambda s, z, b: _written(z, b, lambda y: y.index_fill_(0, torch.tensor([0, 1]), 1)),
+        "on the position",
+    ),
+    "one exchanged": (
+        lambda s, z, b: F.mse_loss(z.select_scatter(z.new_zeros(z.shape[1:]), 0, 0), b["values"]),
+        "on the position",
+    ),
+    "weights by position": (
+        lambda s, z, b: (_each(z, b).mean(1) * torch.arange(len(z))).mean(), "on the position"
     ),
     "halves": (lambda s, z, b: F.mse_loss(*z.chunk(2)), "another order"),
     "mixed": (
