@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.capture.copy_graphs import MODULE as MODULE
@@ -143,9 +143,20 @@ class Names:
         self._frames: dict[tuple[int, tuple[str, ...]], int] = {}
         self._contents: dict[tuple[Any, ...], int] = {}
         self._owner: dict[str, int] = {}
+        # The paths of the module's parts, and by the keys that they have in Dynamo's stacks.
+        self._paths: set[str] = set()
+        self._modules: dict[str, str] = {}
 
-    def assign(self, captured: CapturedGraph, graph_module: fx.GraphModule) -> None:
-        """Write names into ``node.meta`` of ``graph_module``, a copy of ``captured``'s graph."""
+    def assign(
+        self,
+        captured: CapturedGraph,
+        graph_module: fx.GraphModule,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Write names into ``node.meta`` of ``graph_module``, a copy of a graph of ``module``."""
+        places = [] if module is None else [*module.named_modules(remove_duplicate=False)]
+        self._paths = {path for path, _ in places}
+        self._modules = {str(id(child)): path for path, child in reversed(places)}
         roots = captured.roots()
         key = (captured.frame_id, tuple(roots.values()))
         # Dynamo restarts its frame numbers after a reset, for example by an export. So a frame is
@@ -182,7 +193,7 @@ class Names:
                 node.meta[NAME] = fqn or self._own(f"input.{_input_name(node)}", frame, seen)
                 node.meta[MODULE] = fqn.rpartition(".")[0] if fqn else ""
                 continue
-            path = module_path(node, roots)
+            path = self._path(node, roots)
             node.meta[MODULE] = path
             base = f"{path}.{kind}" if path else kind
             node.meta[NAME] = self._own(base, frame, seen)
@@ -193,6 +204,16 @@ class Names:
             )
             if isinstance(nested, fx.GraphModule):
                 self._assign(nested, frame, roots, seen)
+
+    def _path(self, node: fx.Node, roots: Mapping[str, str]) -> str:
+        """Return the path of the module whose ``forward`` made the node, empty for the root."""
+        path = module_path(node, roots)
+        stack = node.meta.get("nn_module_stack")
+        if not stack or path in self._paths:
+            return path
+        # After a step has read ``self.trainer``, Dynamo (2.14) knows the module as an attribute of
+        # Lightning's strategy.
+        return self._modules.get(str(next(reversed(stack))).partition("@")[0], path)
 
     def _own(self, base: str, frame: int, seen: Counter[str]) -> str:
         name = unique_name(base, seen)

@@ -196,7 +196,7 @@ class GraphVariants:
         self.index = len(step.graphs)
         # As captured, with composites expanded and names assigned. Passes copy it.
         self.base = copy_graph_module(captured.graph_module)
-        step.names.assign(captured, self.base)
+        step.names.assign(captured, self.base, step.owner.module)
         expand_composites(self.base, ChainMap(*(dict(one.attentions) for one in step.owner.passes)))
         find_effects(self.base.graph)  # cached for all copies
         self.inputs = captured.inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,3 +219,27 @@ def test_one_use_of_an_argument_is_replaced() -> None:
     assert argument_at(node, ("out",)) is y
     assert argument_at(node, (0, 0)) is x
     assert set(node.all_input_nodes) == {x, y}
+
+
+class Led(nn.Module):
+    """Reads its size through an object that has the module, as Lightning's Trainer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.trainer = SimpleNamespace(lightning_module=self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.trainer.lightning_module.training:
+            x = self.second(x)
+        return x
+
+
+def test_modules_that_are_reached_through_another_object_keep_their_paths() -> None:
+    module = Led()
+    steps = ModuleSteps(module, ("forward",))
+    steps.attach("test")
+    module(torch.ones(1, 2))
+    (names,) = _all_names(steps)
+    assert {"first.linear", "second.linear"} <= set(names)
