@@ -8,6 +8,9 @@ and of the shares of elements by exponent. The difference that counts as chance 
 - three times the differences that the pair, and nearly all pairs, had at earlier samples;
 - if steps between two samples were not seen, the tensor's own change from sample to sample.
 
+If a pair and nearly all others stayed far below this at earlier samples, less counts as chance in
+formats that are coarser than FP32.
+
 Runs may have other layouts. If ranks, microbatches or accumulated batches have their own losses and
 weight gradients, these are not compared. The other gradients are compared as gradients of the loss
 of the whole batch.
@@ -56,6 +59,15 @@ _KINKED: Final = frozenset({
 _REPEATED: Final = 3.0  # times earlier differences
 _NEARLY_ALL: Final = 0.9
 _RECENT: Final = 8
+# The share of chance that is left if all differences were far smaller at earlier samples.
+_LEAST_CHANCE: Final = 0.6
+_OF_EARLIER: Final = 4.0  # times earlier shares of chance
+# From these shares of chance on a tensor is suspicious, at the first sample and later: in FP32, and
+# in coarser formats.
+_SUSPICIOUS: Final = ((0.02, 0.02), (0.5, 0.25))
+_SUSPICIOUS_ZEROS: Final = 0.25  # parameters of zeros, perturbed
+_MOST_SUSPICIOUS: Final = 0.5
+_FINE_SPACING: Final = 1e-5
 # Parameters below this RMS are zero, as one that was perturbed by 1e-6 is.
 _LOG2_ZERO: Final = -14.0
 # A sum of n rounded terms has an error of sqrt(n) roundings.
@@ -72,6 +84,12 @@ class Judged:
     history: PairHistory
     excess: Doubles
     chance: Doubles  # of log2 RMS
+    # From this excess on it is suspicious: its differences were far smaller before.
+    suspicious: Doubles
+
+    def is_lone(self, step: int, k: int) -> bool:
+        """Return whether only one run has a tensor at a step."""
+        return bool(self.history.is_lone[self.row(step), k])
 
     def row(self, step: int) -> int | None:
         """Return the position of a step; ``None`` without it."""
@@ -171,7 +189,28 @@ def judge(
     # Twice: the floor itself is a rough estimate.
     excess = np.where((history.log2_rms < floors + 1).all(axis=0) & ~states, 0.0, excess)
     excess = np.where(history.is_lone, np.inf, excess)
-    return Judged(history, np.nan_to_num(excess, nan=0.0, posinf=np.inf), chance)
+    excess = np.nan_to_num(excess, nan=0.0, posinf=np.inf)
+    left, suspicious = _earlier(excess, states, is_fine=spacing < _FINE_SPACING)
+    return Judged(history, excess / left, chance * left, suspicious)
+
+
+def _earlier(
+    excess: Doubles, states: npt.NDArray[np.bool_], *, is_fine: bool
+) -> tuple[Doubles, Doubles]:
+    """Return the share of chance that earlier samples leave, and what is suspicious, ``(T, P)``."""
+    at_first, later = _SUSPICIOUS[not is_fine]
+    left, suspicious = np.ones_like(excess), np.full_like(excess, at_first)
+    suspicious[:, states] = max(at_first, _SUSPICIOUS_ZEROS)
+    known = np.where(np.isfinite(excess), excess, 0.0)
+    for t in range(1, len(excess)):
+        recent = known[max(0, t - _RECENT) : t]
+        results = recent[:, ~states] if not states.all() else recent
+        usual = np.quantile(results, _NEARLY_ALL, axis=1).max()
+        earlier = _OF_EARLIER * np.maximum(recent.max(axis=0), usual)
+        suspicious[t] = np.clip(earlier, later, max(later, _MOST_SUSPICIOUS))
+        if t > 1 and not is_fine:  # in FP32, a kink may turn over at any step
+            left[t] = np.clip(earlier, _LEAST_CHANCE, 1.0)
+    return left, suspicious / left
 
 
 def _of_kinks(pair: RunPair, history: PairHistory, direction: Direction) -> Doubles:

@@ -1,8 +1,9 @@
 """Find the first step, tensor and direction in which two runs differ by more than chance.
 
-A tensor is off if it differs by more than chance (``chance.py``). The first one that is off in a
-step, and whose inputs are not, is reported. In the backward pass these are the gradients of the
-tensors that read it.
+A tensor is off if it differs by more than chance (``chance.py``). From the first one that is off in
+a step, we go back to inputs that are suspicious, until there are none. In the backward pass the
+inputs are the gradients of the tensors that read it. The last tensor is reported with its cause
+(``causes.py``).
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction, finite
+from lightning_unitscale.tensorboard.causes import (
+    ADVICE,
+    Cause,
+    cause_of,
+    optimizer_at_fault,
+)
 from lightning_unitscale.tensorboard.chance import Judged, floors_of, judge, sums_of
 from lightning_unitscale.tensorboard.history import RunScales, read_run
-from lightning_unitscale.tensorboard.run_pair import Doubles, RunPair
+from lightning_unitscale.tensorboard.run_pair import RunPair
 
-# From this share of its chance on, the input of a tensor that is off counts as off too.
-_SUSPICIOUS: Final = 0.5
-# And from this share of the tensor's own excess.
-_SUSPICIOUS_SHARE: Final = 1 / 3
-_LARGE: Final = 3.0
-_CLEAR: Final = 2.0
 # If more parameters than this share are off, they are not the cause.
 _FEW_PARAMETERS: Final = 1 / 3
 
@@ -36,12 +38,13 @@ class Divergence:
 
     diverged: bool
     step: int | None = None
-    module: str | None = None
+    module: str | None = None  # of other causes: a module that contains all weights that are off
     tensor: str | None = None
     direction: Direction | None = None
     inherited: tuple[str, ...] = ()  # its inputs that were off already
     log2_rms: tuple[float | None, float | None] | None = None  # in either run
     chance: float | None = None  # the difference of log2 RMS that counts as chance
+    cause: Cause | None = None
     text: str = ""  # for the report only
 
     def to_json(self) -> dict[str, Any]:
@@ -91,9 +94,15 @@ def find_divergence(a: RunScales, b: RunScales) -> Divergence:
         )
     every = np.unique(np.concatenate([one.history.steps for one in judged.values()])).tolist()
     for index, step in enumerate(every):
-        is_next = index > 0 and step - every[index - 1] > 1
-        if (found := _first_off(pair, judged, step, has_gap=is_next)) is not None:
-            return _report(pair, judged, step, *found)
+        has_gap = index > 0 and step - every[index - 1] > 1
+        found = _first_off(pair, judged, step, has_gap=has_gap)
+        cause: Cause | None = None
+        module: str | None = None
+        if (moved := _moved(pair, judged, step, found)) is not None:
+            k, module = moved
+            found, cause = ("forward", k), "optimizer" if module is None else "module"
+        if found is not None:
+            return _report(pair, judged, step, *found, cause, module)
     shown = f"{len(every)} steps, {len(pair.pairs)} tensors"
     return Divergence(False, text=f"The runs differ by no more than chance ({shown}).")
 
@@ -103,12 +112,12 @@ def _first_off(
 ) -> tuple[Direction, int] | None:
     """Return the direction and the position of the first pair that is off at a step."""
     candidates: list[tuple[Direction, int, float]] = []
-    excesses: dict[Direction, Doubles] = {}
+    rows: dict[Direction, int] = {}
     for direction in DIRECTIONS:
         row = judged[direction].row(step) if direction in judged else None
         if row is None or not (judged[direction].excess[row] > 1).any():
             continue
-        excesses[direction] = excess = judged[direction].excess[row]
+        rows[direction], excess = row, judged[direction].excess[row]
         for k in _order(pair, direction):
             if excess[k] > 1:
                 before = max((excess[j] for j in _read(pair, direction, k)), default=0.0)
@@ -118,18 +127,20 @@ def _first_off(
         return None
     off = [k for direction, k, _ in candidates if direction == "forward" and pair.pairs[k].is_state]
     num_states = sum(each.is_state for each in pair.pairs)
+    direction, k, _ = candidates[0]
     if has_gap and len(off) > _FEW_PARAMETERS * num_states:
         # The fault is older than this sample, and the optimizer has spread it.
         others = [each for each in candidates if not pair.pairs[each[1]].is_source]
-        candidates = sorted(others or candidates, key=lambda each: -each[2])
-    clear = (each for each in candidates if each[2] >= _CLEAR)
-    direction, k, _ = next(clear, max(candidates, key=lambda each: each[2]))
-    excess = excesses[direction]
+        direction, k, jump = max(others or candidates, key=lambda each: each[2])
+        return direction, k
+    one, row = judged[direction], rows[direction]
     for _ in pair.pairs:
-        before = [j for j in _read(pair, direction, k) if not pair.pairs[j].is_source]
-        first = max(before, key=lambda j: excess[j], default=k)
-        least = max(_SUSPICIOUS, _SUSPICIOUS_SHARE * min(excess[k], _LARGE))
-        if first == k or excess[first] <= least:
+        if one.history.is_lone[row, k]:
+            break
+        before = _read(pair, direction, k)
+        share = one.excess[row] / one.suspicious[row]
+        first = max(before, key=lambda j: share[j], default=k)
+        if first == k or share[first] <= 1:
             break
         k = first
     return direction, k
@@ -155,38 +166,68 @@ def _read(pair: RunPair, direction: Direction, k: int) -> tuple[int, ...]:
     return pair.inputs[k] if direction == "forward" else pair.readers[k]
 
 
-def _module(pair: RunPair, direction: Direction, k: int, excess: Doubles) -> str:
-    """Return the module at fault: that of the tensor, or of the matmul whose gradients are off."""
+def _at_fault(pair: RunPair, direction: Direction, k: int, is_off: npt.NDArray[np.bool_]) -> int:
+    """Return the pair whose module is at fault: it, or the matmul whose gradients are off."""
     # A matmul is at fault if the gradients of its operands are off, but not that of its result.
-    if direction == "backward":
-        for reader in pair.readers[k]:
-            # Another reader may have made the gradient of a shared operand wrong.
-            operands = [
-                j
-                for j in pair.inputs[reader]
-                if pair.pairs[j].is_operand and pair.readers[j] == (reader,)
-            ]
-            if len(operands) > 1 and k in operands and (excess[operands] > 1).all():
-                return pair.pairs[reader].module
-    return pair.pairs[k].module
+    for reader in pair.readers[k] if direction == "backward" else ():
+        # Another reader may have made the gradient of a shared operand wrong.
+        operands = [
+            j
+            for j in pair.inputs[reader]
+            if pair.pairs[j].is_operand and pair.readers[j] == (reader,)
+        ]
+        if k in operands and is_off[operands].sum() > 1:
+            return reader
+    return k
+
+
+def _moved(
+    pair: RunPair,
+    judged: dict[Direction, Judged],
+    step: int,
+    found: tuple[Direction, int] | None,
+) -> tuple[int, str | None] | None:
+    """Return the parameter that an optimizer changes otherwise, or leaves out in one module."""
+    if (one := judged.get("forward")) is None or (row := one.row(step)) is None:
+        return None
+    if found is not None and judged[found[0]].is_lone(step, found[1]):
+        return None
+    return optimizer_at_fault(pair, one.history, row, is_off=found is not None)
 
 
 def _report(
-    pair: RunPair, judged: dict[Direction, Judged], step: int, direction: Direction, k: int
+    pair: RunPair,
+    judged: dict[Direction, Judged],
+    step: int,
+    direction: Direction,
+    k: int,
+    cause: Cause | None,
+    module: str | None,
 ) -> Divergence:
     one = judged[direction]
     row = one.row(step)
     assert row is not None
-    module = _module(pair, direction, k, one.excess[row])
+    excess = one.excess[row]
     if pair.pairs[k].is_rewired:  # neither of the two is wrong, but their reader
-        k, module = pair.rewired(k)
-    excess, found = one.excess[row], pair.pairs[k]
-    inherited = tuple(
-        pair.pairs[j].name for j in _read(pair, direction, k) if excess[j] > _SUSPICIOUS
+        cause, (k, module) = "module", pair.rewired(k)
+    elif cause is None:
+        cause, module = cause_of(pair, judged, step, direction, k)
+        if cause == "module":
+            is_off = excess > np.minimum(one.suspicious[row], 1)
+            module = pair.pairs[_at_fault(pair, direction, k, is_off)].module
+    inherited = tuple(pair.pairs[j].name for j in _read(pair, direction, k) if excess[j] > 1)
+    values = map(finite, one.history.log2_rms[:, row, k].tolist())
+    result = Divergence(
+        True,
+        step,
+        module,
+        pair.pairs[k].name,
+        direction,
+        inherited,
+        (*values,),
+        finite(float(one.chance[row, k])),
+        cause,
     )
-    a, b = map(finite, one.history.log2_rms[:, row, k].tolist())
-    chance = finite(float(one.chance[row, k]))
-    result = Divergence(True, step, module, found.name, direction, inherited, (a, b), chance)
     return replace(result, text="\n".join(_lines(pair, one, row, result, k)))
 
 
@@ -195,6 +236,8 @@ def _lines(pair: RunPair, one: Judged, row: int, result: Divergence, k: int) -> 
     direction = result.direction or "forward"
     gradient = "gradient of " if direction == "backward" else ""
     where = f" (module {result.module})" if result.module else ""
+    if result.cause in ADVICE:
+        where = f" (cause: {result.cause}{f' of {result.module}' if result.module else ''})"
     yield f"The runs diverge at step {result.step}, {direction}: {gradient}{result.tensor}{where}"
     values = one.history.log2_rms[:, row, k].tolist()
     a, b = (
@@ -202,6 +245,8 @@ def _lines(pair: RunPair, one: Judged, row: int, result: Divergence, k: int) -> 
         for value in values
     )
     yield f"  RMS {a} and {b}, {_why(one, row, k)}"
+    if result.cause in ADVICE:
+        yield f"  {ADVICE[result.cause]}"
     read = _read(pair, direction, k)
     after = pair.readers[k] if direction == "forward" else pair.inputs[k]
     for title, positions in (("computed from", read), ("read by", after)):

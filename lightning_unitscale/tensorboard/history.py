@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -227,6 +227,11 @@ class RunScales:
             joined[index][columns] = vector
         return np.array(steps, dtype=np.int64), joined
 
+    def written_steps(self, direction: Direction) -> list[int]:
+        """Return the steps in the files, a step that was written twice also twice."""
+        tags = (Series(direction, "log2_rms", key).tag for key in self._sets)
+        return [step for tag in tags if tag in self._tags for step, _ in self._read(tag)]
+
     def _rows(
         self, direction: Direction, quantity: Quantity
     ) -> dict[int, tuple[TensorSet, npt.NDArray[Any]]]:
@@ -341,7 +346,21 @@ def read_run(directory: str | Path, argument: str = "directory") -> RunScales:
             f"{argument}={str(folder)!r}: its event files have no scales. Expected a run whose "
             "Trainer had a ScaleMonitor among its callbacks. Add one and train again."
         )
+    for direction in run.directions:
+        _check_one_run(f"{argument}={str(folder)!r}", folder, run.written_steps(direction))
     return run
+
+
+def _check_one_run(shown: str, folder: Path, steps: Sequence[int]) -> None:
+    """Raise an error if several runs have written a folder: their first step is there twice."""
+    # A run that resumes begins at a later step.
+    if steps.count(first := min(steps)) > 1:
+        files = ", ".join(sorted(path.name for path in folder.glob(EVENT_FILES)))
+        raise ValueError(
+            f"{shown}: several runs were logged into this folder, since step {first} was written "
+            f"{steps.count(first)} times. Expected one run. Give each run its own folder. To keep "
+            f"these files, move those of each run into a folder of its own: {files}"
+        )
 
 
 def _hint(folder: Path) -> str:

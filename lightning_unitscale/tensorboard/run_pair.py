@@ -44,11 +44,21 @@ class TensorPair:
     is_matmul: bool  # a matmul makes it
     reader: str = ""  # of two names: the tensor that reads either
     is_rewired: bool = False  # of two names: both runs have both tensors, and read another one here
+    # And they belong to two modules; or one run calls the module of its tensor once more instead.
+    is_moved: bool = False
 
     @property
     def is_state(self) -> bool:
         """Return whether it is a parameter or a buffer."""
         return self.is_source and not self.name.startswith(_INPUT)
+
+    def is_replaced(
+        self, a: Mapping[str, tuple[str, ...]], b: Mapping[str, tuple[str, ...]]
+    ) -> bool:
+        """Return whether one takes the other's place in two graphs, which differ there."""
+        read = {*a.get(self.reader, ())}, {*b.get(self.reader, ())}
+        is_read = self.names[0] in read[0] and self.names[1] in read[1]
+        return is_read and not {*self.names} & read[0] & read[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +142,7 @@ class RunPair:
         is_lone = self._is_lone(direction, steps, graphs, ~np.isnan(rms) | (bad > 0))
         for k, pair in enumerate(self.pairs):
             for row, step in enumerate(steps.tolist() if pair.reader else ()):
-                # One takes the other's place only while the graphs differ there.
-                a, b = (graph[step].get(pair.reader, ()) for graph in graphs)
-                if pair.names[0] not in a or pair.names[1] not in b or {*pair.names} & {*a} & {*b}:
+                if not pair.is_replaced(*(graph[step] for graph in graphs)):
                     rms[:, row, k] = amax[:, row, k] = math.nan
         is_of_parts = self._is_of_parts(sizes)
         shifts = np.zeros(len(steps))
@@ -178,6 +186,7 @@ class RunPair:
             for k, pair in enumerate(self.pairs):
                 if direction == "forward":
                     is_lone[row, k] = pair.name in self._lone.get(step, ())
+                    is_lone[row, k] |= pair.is_moved and pair.is_replaced(a, b)
                 elif not pair.reader and is_there[0, row, k] != is_there[1, row, k]:
                     # The gradient has arrived behind the tensor in both runs.
                     read = bool(reached[row, list(self.readers[k])].any())
@@ -191,14 +200,10 @@ class RunPair:
         """
         pair = self.pairs[k]
         place = next(j for j, each in enumerate(self.pairs) if each.names == (pair.reader,) * 2)
-        own = self.pairs[place].module.split(".")
-        parents: list[list[str]] = []
-        for about, name in zip(self._about, pair.names, strict=True):
-            parts = zip(own, about[name][0].split("."), strict=False)
-            same = itertools.takewhile(lambda both: both[0] == both[1], parts)
-            parents.append([part for part, _ in same])
-        longest = int(len(parents[1]) > len(parents[0]))
-        return place, ".".join(parents[longest])
+        own = self.pairs[place].module
+        modules = [about[name][0] for about, name in zip(self._about, pair.names, strict=True)]
+        parents = [common_module(each) for each in ((own, modules[0]), (own, modules[1]), modules)]
+        return place, max(parents, key=len)
 
     def _is_of_parts(self, sizes: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
         """Return which pairs differ in their number of elements otherwise than most results do."""
@@ -299,6 +304,12 @@ class RunPair:
         facts = [own[name] for own in self._about if name in own]
         is_source, is_operand, is_matmul = (any(own[k] for own in facts) for k in (1, 2, 3))
         both = a in latest[1] and b in latest[0]
+        is_moved = False
+        if reader and a in self._about[0] and b in self._about[1]:
+            modules = self._about[0][a][0], self._about[1][b][0]
+            is_moved = modules[0] != modules[1] and (
+                both or self._is_called_again(names, modules, latest)
+            )
         return TensorPair(
             names,
             name,
@@ -307,8 +318,25 @@ class RunPair:
             is_operand,
             is_matmul,
             reader,
-            bool(reader) and both,
+            bool(reader) and (both or is_moved),
+            is_moved,
         )
+
+    def _is_called_again(
+        self, names: tuple[str, str], modules: tuple[str, str], latest: Sequence[set[str]]
+    ) -> bool:
+        """Return whether one run calls a module of both once more, and the other its own module."""
+        for side, other in ((0, 1), (1, 0)):
+            first, _, count = names[side].rpartition("_")
+            own = {self._about[side][name][0] for name in latest[side]}
+            if (
+                count.isdecimal()
+                and first in latest[side] & latest[other]
+                and modules[side] == self._about[other][first][0]
+                and modules[other] not in own
+            ):
+                return True
+        return False
 
 
 def _shares_above(
@@ -335,6 +363,12 @@ def _farthest(
     counts = np.arange(NUM_EXPONENTS - 1) < NUM_EXPONENTS - 1 - first[:, None]
     largest: npt.NDArray[np.float32] = farther.max(axis=1, where=counts, initial=0.0)
     return largest
+
+
+def common_module(modules: Sequence[str]) -> str:
+    """Return the smallest module that contains all of some modules."""
+    paths = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(parts[0] for parts in itertools.takewhile(lambda own: len({*own}) == 1, paths))
 
 
 def _with_absent(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

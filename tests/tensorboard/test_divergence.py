@@ -42,10 +42,11 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.head = nn.Linear(32, 8)
+        self.order = 0, 1, 2
 
     def forward(self, x, classes):
-        for layer in self.layers:
-            x = layer(x)
+        for k in self.order:
+            x = self.layers[k](x)
         return F.cross_entropy(self.head(x), classes)
 
 
@@ -81,13 +82,19 @@ def train(
     autocast=False,
     make=Net,
     exclude=None,
+    rate=1e-3,
+    left_out=(),
+    batches=2,
+    labels=0,
+    zeroes=True,
 ):
     """Train a net with a fault from a step on, and return the folder of its event file."""
     net, data = make(), torch.Generator().manual_seed(1)
     for parameter in net.parameters() if apart else ():
         parameter.data += apart * torch.randn(parameter.shape, generator=data)
-    data.manual_seed(2)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    data.manual_seed(batches)
+    trained = [each for name, each in net.named_parameters() if not name.startswith(left_out)]
+    optimizer = torch.optim.AdamW(trained, lr=rate)
     unit_scale = UnitScaleCallback(simulate=simulate, recalibrate=None) if simulate else None
     monitor = ScaleMonitor(every, exclude=exclude, on_violation=None, tensorboard_tabs="scales")
     callbacks = [each for each in (unit_scale, monitor) if each is not None]
@@ -96,12 +103,13 @@ def train(
             if fault is not None and step == fault_step:
                 fault(net, unit_scale)
             x = torch.randn(64, 32, generator=data)
-            classes = torch.randint(8, (64,), generator=data)
+            classes = torch.randint(8, (64,), generator=data).roll(labels)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = net(x, classes)
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
+            if zeroes:
+                optimizer.zero_grad()
     return folder
 
 
@@ -184,6 +192,80 @@ def test_what_only_one_run_has_is_found(plain, tmp_path, fault, tensor, directio
         assert (found.step, found.tensor, found.direction) == (step, tensor, direction)
         assert found.module == "layers.1.up" and None in found.log2_rms
         assert "none" in found.text and "only one run has it" in found.text
+
+
+def negate(net, _):
+    net.layers[1].up.weight.data.neg_()
+
+
+def swap(net, _):
+    net.order = 0, 2, 1
+
+
+def restart(net, _):
+    torch.manual_seed(5)
+    for each in net.modules():
+        if isinstance(each, nn.Linear):
+            each.reset_parameters()
+
+
+@pytest.mark.slow_cases(3)
+@pytest.mark.parametrize("simulate", [None, "fp8"])
+@pytest.mark.parametrize(
+    ("options", "step", "cause"),
+    [
+        ({"rate": 1e-2}, 1, "optimizer"),
+        ({"zeroes": False, "steps": 9}, None, "optimizer"),
+        ({"fault": restart, "fault_step": 0}, 0, "weights"),
+    ],
+)
+def test_what_lies_outside_of_all_modules_is_not_blamed_on_one(
+    tmp_path, simulate, options, step, cause
+):
+    plain = train(tmp_path / "plain", steps=options.get("steps", 6))
+    found = compare_runs(plain, train(tmp_path / "b", simulate=simulate, apart=1e-6, **options))
+    assert (found.cause, found.module) == (cause, None), found.text
+    assert found.step == (found.step if step is None else step)
+    assert f"(cause: {cause})" in found.text
+
+
+def test_other_batches_are_not_blamed_on_a_module(plain, tmp_path):
+    found = compare_runs(plain, train(tmp_path, batches=3))
+    assert (found.step, found.cause, found.module) == (0, "batch", None)
+
+
+def test_other_labels_are_not_blamed_on_a_module(plain, tmp_path):
+    found = compare_runs(plain, train(tmp_path, labels=1))
+    assert (found.step, found.cause, found.module) == (0, "loss", None)
+    assert "compare labels and loss" in found.text
+
+
+@pytest.mark.parametrize("simulate", [None, "fp8"])
+def test_a_module_that_the_optimizer_leaves_out_is_found(plain, tmp_path, simulate):
+    run = train(tmp_path, left_out=("layers.1.up.",), simulate=simulate)
+    found = compare_runs(plain, run)
+    assert (found.step, found.cause, found.module) == (1, "module", "layers.1.up")
+
+
+@pytest.mark.parametrize("simulate", [None, "fp8"])
+def test_layers_in_another_order_are_found(plain, tmp_path, simulate):
+    found = compare_runs(plain, train(tmp_path, fault=swap, simulate=simulate))
+    assert (found.step, found.cause) == (FAULT_STEP, "module")
+    assert found.module.startswith("layers")
+
+
+def test_a_small_difference_is_followed_to_where_it_begins(plain, tmp_path):
+    """The result of a negated weight has nearly the same statistics."""
+    found = compare_runs(plain, train(tmp_path, fault=negate))
+    assert (found.step, found.module) == (FAULT_STEP, "layers.1.up")
+
+
+def test_two_runs_in_one_folder_are_an_error(plain, tmp_path):
+    train(tmp_path, steps=2)
+    train(tmp_path, steps=3)
+    with pytest.raises(ValueError, match="several runs were logged into this folder") as raised:
+        compare_runs(plain, tmp_path)
+    assert "run_b=" in str(raised.value) and "folder of its own" in str(raised.value)
 
 
 def test_what_one_monitor_leaves_out_is_no_difference(plain, tmp_path):
@@ -284,12 +366,14 @@ def test_the_command(plain, tmp_path, capsys):
     assert ended.value.code == 1
     assert list(printed) == [
         "diverged", "step", "module", "tensor", "direction", "inherited", "log2_rms", "chance",
+        "cause",
     ]  # fmt: skip
     a, b = printed.pop("log2_rms")
     assert b - a == pytest.approx(1.0, abs=1e-3) and 0 < printed.pop("chance") < 0.1
     assert printed == {
         "diverged": True, "step": FAULT_STEP, "module": "layers.1.up",
         "tensor": "layers.1.up.linear", "direction": "backward", "inherited": [],
+        "cause": "module",
     }  # fmt: skip
     main(["compare", str(plain), str(plain), "--json"])  # exit status 0
     assert json.loads(capsys.readouterr().out)["diverged"] is False
