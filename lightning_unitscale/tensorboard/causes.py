@@ -59,7 +59,7 @@ def optimizer_at_fault(
     If a tensor is off already, less is enough. A module comes with it if one run leaves out its
     weight alone.
     """
-    states = np.array([k for k, each in enumerate(pair.pairs) if each.is_state])
+    states = np.array([k for k, each in enumerate(pair.pairs) if each.is_state], dtype=int)
     if row == 0 or history.steps[row] - history.steps[row - 1] > 1:
         return None
     is_fine = history.spacing < _FINE_SPACING
@@ -97,7 +97,8 @@ def cause_of(
     found, one = pair.pairs[k], judged[direction]
     row = one.row(step)
     assert row is not None
-    if found.is_rewired or one.history.is_lone[row, k]:
+    # Older event files have no inputs of tensors.
+    if found.is_rewired or one.history.is_lone[row, k] or not any(pair.inputs):
         return "module", found.module
     excess = one.excess[row]
     losses = loss_tensors(pair, one.history)
