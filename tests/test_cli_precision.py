@@ -43,10 +43,10 @@ def test_json_has_every_computation(command, capsys):
     assert isinstance(found["remainder"], float)
     assert ["blocks.0.mlp.*", "forward"] in found["exempt"]
     reasons = {(row["module"], row["computation"]): row["reason"] for row in found["matmuls"]}
-    assert reasons["head", "forward"] == "its name is excluded by default"
+    assert reasons["head", "forward"] == "name excluded by default"
     assert reasons["blocks.0.mlp.up", "forward"] == "this computation is exempt"
     assert reasons["blocks.0.mlp.up", "input_gradient"] is None
-    assert reasons["blocks.0.attention", "forward"] == "it is not a linear layer"
+    assert reasons["blocks.0.attention", "forward"] == "not a linear layer"
 
 
 class FeedForward(pl.LightningModule):

@@ -211,7 +211,7 @@ class Names:
         stack = node.meta.get("nn_module_stack")
         if not stack or path in self._paths:
             return path
-        # After a step has read ``self.trainer``, Dynamo (2.14) knows the module as an attribute of
+        # After a step has read ``self.trainer``, Dynamo knows the module as an attribute of
         # Lightning's strategy.
         return self._modules.get(str(next(reversed(stack))).partition("@")[0], path)
 

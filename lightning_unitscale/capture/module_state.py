@@ -55,7 +55,7 @@ class ModuleState:
         self.graph_breaks: list[Reason] = []
         self.say: Callable[[str], None] = nothing
         self.stays_plain = ""  # why no step may be captured, if there is a reason
-        self.is_running = False  # within a step, so that steps that it calls belong to its graphs
+        self.is_running = False  # True while a step runs, which includes the steps that it calls
         self._observers: set[str] = set()
         self._always_observed = False
 

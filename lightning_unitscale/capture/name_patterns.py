@@ -18,8 +18,8 @@ _LISTS = (list, tuple, set, frozenset)
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 # Reasons why a name is left out.
-EXCLUDED = "its name is excluded"
-NOT_INCLUDED = "its name is not included"
+EXCLUDED = "name excluded"
+NOT_INCLUDED = "name not included"
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -204,14 +204,13 @@ def _checked(format: FormatLike | None, argument: str) -> NumberFormat | BlockFo
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NO_LINEAR = "it is not a linear layer"
+NO_LINEAR = "not a linear layer"
 _NO_PADDING = "and padding would not pay"
 EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 
 WIDE_GRADIENT: GradientFormat = "E5M2"  # the format of gradients that do not fit into the finer one
 _TRAINING_ONLY = (
-    "Only training steps run in FP8: evaluation gives the results that the checkpoint gives "
-    "without FP8."
+    "Only training steps run in FP8. Evaluation computes what the checkpoint does without FP8."
 )
 
 

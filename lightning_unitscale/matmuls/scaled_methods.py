@@ -137,7 +137,8 @@ class SessionMethod(StandIn):
 
     def call_recorded(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method while a compiler, an export or a trace records it."""
-        if not self.owner.session.numerics or is_exporting() or is_tracing():
+        is_scaled = self.owner.is_running or not self.owner.session.numerics
+        if is_scaled or is_exporting() or is_tracing():
             return self._method(*args, **kwargs)
         # A compiled version would not be rounded.
         return torch.compiler.disable(self.run_as)(self._method, *args, **kwargs)
@@ -223,6 +224,12 @@ class AttachedSession:
         if name in LIGHTNING_STEPS:
             return name not in EVALUATION_STEPS
         return self._module.training if self.trains is None else self.trains
+
+    @property
+    def is_running(self) -> bool:
+        """Check whether a step runs or is captured, and the steps that it calls with it."""
+        is_captured = self._steps is not None and self._steps.is_running
+        return is_captured or bool(self.session.threads)
 
     def before_call(self) -> None:
         """Prepare for a step that is about to begin."""

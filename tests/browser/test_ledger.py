@@ -32,7 +32,7 @@ def check_tables(page, report):
         damages = [abs(float(row[3])) for row in rows]
         assert damages == sorted(damages, reverse=True) and damages[0] > 0
         reasons = {row[0]: row[-1] for row in rows}
-        assert reasons["lm_head.linear"] == "its name is excluded by default"
+        assert reasons["lm_head.linear"] == "name excluded by default"
         assert reasons["layers.0.linear"] == ""
     shares = [row[4] for table in page.browser.evaluate(ROWS) for row in table[1:]]
     # Shares have two digits each.

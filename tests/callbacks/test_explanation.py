@@ -123,7 +123,7 @@ def _classify(callback: UnitScaleCallback) -> None:
 def test_what_fp8_is_to_exclude_and_is_not_there() -> None:
     fp8 = FP8(exclude=["blocks.0", "*.1.4"])
     outside, text = _warned([UnitScaleCallback(precision=fp8)], _classify)
-    assert "run outside FP8: blocks.1.4 (its name is excluded); " in outside
+    assert "run outside FP8: blocks.1.4 (name excluded); " in outside
     assert text.startswith("UnitScaleCallback: FP8: exclude='blocks.0': matches nothing. ")
     assert "such as 'blocks.0.*'" in text
     # The usual names of a readout are no mistake.

@@ -225,7 +225,7 @@ def test_a_layer_that_loses_its_shape_for_a_step() -> None:
             lambda: Small(nn.Linear(20, 20)),
             "net (its 20 input features are not a multiple of 16, and padding would not pay)",
         ),
-        (lambda: Small(nn.Conv1d(1, 4, 3)), "net (it is not a linear layer)"),
+        (lambda: Small(nn.Conv1d(1, 4, 3)), "net (not a linear layer)"),
         (lambda: Small(nn.Identity()), "no matmul ran"),
     ],
 )
@@ -271,9 +271,9 @@ def test_exclusions() -> None:
     callback = UnitScaleCallback(precision=FP8(exclude="down"))
     steps, (warning,) = fit(Net(), batches(4, 4), callback)
     assert (
-        "3 of 5 matmuls (60 % of the FLOPs) run outside FP8: down (its name is excluded)" in warning
+        "3 of 5 matmuls (60 % of the FLOPs) run outside FP8: down (name excluded)" in warning
     )
-    assert callback.coverage.reasons_outside == {"its name is excluded": 0.6}
+    assert callback.coverage.reasons_outside == {"name excluded": 0.6}
     assert not any(torch.equal(step[0], other[0]) for step, other in zip(steps, plain, strict=True))
 
     class Readout(Net):
@@ -288,9 +288,9 @@ def test_exclusions() -> None:
 
     small, large = UnitScaleCallback(precision="fp8"), UnitScaleCallback(precision="fp8")
     assert fit(Readout(4), batches(4, 4), small)[1] == []
-    assert "outside FP8: its name is excluded by default" in small.coverage.line()
+    assert "outside FP8: name excluded by default" in small.coverage.line()
     (warning,) = fit(Readout(64), batches(4, 4), large)[1]
-    assert warning.endswith("run outside FP8: head (its name is excluded by default)")
+    assert warning.endswith("run outside FP8: head (name excluded by default)")
 
 
 @pytest.mark.parametrize("evaluation", [False, True])

@@ -74,7 +74,7 @@ def test_a_report_changes_nothing(options, tmp_path):
     report = ask.reports[-1]
     assert report.formats == ("E4M3FN",)
     reasons = {row.reason for row in report.rows if row.module == "lm_head"}
-    assert reasons == ({"its name is excluded by default"} if options.get("precision") else {None})
+    assert reasons == ({"name excluded by default"} if options.get("precision") else {None})
     written = write_report([trainer.logger.log_dir], tmp_path / "page")
     assert report.summary() in next(iter(written.tables.values()))
     is_fp8 = "precision" in options  # which leaves out the readout

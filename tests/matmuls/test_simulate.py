@@ -213,7 +213,7 @@ def test_include_and_exclude() -> None:
             warnings.simplefilter("always")
             simulated(a).backward()
         # Modules that are not included were not requested.
-        expected = ["down (its name is excluded)"] if "exclude" in options else []
+        expected = ["down (name excluded)"] if "exclude" in options else []
         assert [str(one.message).rpartition(": ")[2] for one in caught] == expected
         done = simulated.explain()
         assert "3 of 6 matmuls in a simulated format (50 % of their FLOPs)" in done
@@ -221,7 +221,7 @@ def test_include_and_exclude() -> None:
         del simulated  # the kernels of matmuls are watched from below in the next turn
         rows = [line.split() for line in done.splitlines()]
         assert ["up", "3", "50", "%", "in", "format"] in rows
-        reason = "its name is excluded" if "exclude" in options else "its name is not included"
+        reason = "name excluded" if "exclude" in options else "name not included"
         assert ["down", "3", "50", "%", "unrounded", *reason.split()] in rows
 
 

@@ -277,7 +277,7 @@ def test_reasons_are_those_of_the_modules_own_format():
         fast, torch.randn(8, 32), loss=lambda y: y.square().mean(), directions=1, pairs=1
     )
     reasons = {(row.name, row.computation): row.reason for row in report.rows}
-    assert reasons["0.linear", "forward"] == "its name is excluded"
+    assert reasons["0.linear", "forward"] == "name excluded"
     assert reasons["1.linear", "forward"] is None
     assert reasons["1.linear", "weight_gradient"] == EXEMPT
     assert "not a multiple of 16" in reasons["2.linear", "input_gradient"]
