@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import Direction
-from lightning_unitscale.tensorboard.chance import Judged
+from lightning_unitscale.tensorboard.chance import Judged, growth
 from lightning_unitscale.tensorboard.run_pair import (
     PairHistory,
     RunPair,
@@ -40,7 +40,8 @@ _FINE_SPACING: Final = 1e-5
 _APART_AT_FIRST: Final = (0.25, 0.75, 0.6)
 _APART: Final = (0.4, 0.3, 0.1)
 _APART_IN_FP32: Final = (0.5, 0.2, 0.02)
-_OF_EARLIER: Final = 3.0  # times the least of earlier steps, up to a limit
+_RECENT: Final = 8  # steps
+_OF_EARLIER: Final = 3.0  # times the least of recent steps, up to a limit
 _APART_CLEARLY: Final = 0.45
 _APART_CLEARLY_IN_FP32: Final = 0.1
 _MANY: Final = 0.5
@@ -63,9 +64,8 @@ def optimizer_at_fault(
     if row == 0 or history.steps[row] - history.steps[row - 1] > 1:
         return None
     is_fine = history.spacing < _FINE_SPACING
-    least, apart, limits = math.inf, math.inf, _APART
-    for t in range(1, row + 1):
-        least = min(least, apart) if t > 2 or is_fine else math.inf
+    recent: list[float] = []
+    for t in range(max(1, row - _RECENT), row + 1):
         limits = _APART_IN_FP32 if is_fine else _APART if t > 1 else _APART_AT_FIRST
         before, after = (history.log2_rms[:, each, states] for each in (t - 1, t))
         with np.errstate(invalid="ignore"):
@@ -76,10 +76,12 @@ def optimizer_at_fault(
         if len(clear) < _FEWEST_MOVES[is_off]:
             return None
         apart = float(np.quantile(differences[clear] / larger[clear], limits[0]))
+        if t < row and (t > 1 or is_fine):
+            recent.append(apart)
     clearly = _APART_CLEARLY_IN_FP32 if is_fine and is_off else _APART_CLEARLY
-    if apart > limits[1 + is_off] and (
-        least == math.inf or apart > min(_OF_EARLIER * least, clearly)
-    ):
+    least = min(recent, default=0.0)
+    limit = limits[1 + is_off] * float(growth(history)[row])
+    if apart > max(limit, min(_OF_EARLIER * least, clearly)):
         return int(states[clear][differences[clear].argmax()]), None
     amax = history.log2_amax[:, row - 1 : row + 1, states[clear]]
     is_still = ((moves[:, clear] == 0) & (amax[:, 0] == amax[:, 1])).any(axis=0)

@@ -154,7 +154,7 @@ def judge(
     states = np.array([each.is_state for each in pair.pairs]) & (direction == "forward")
     rounding = np.where(states, _OF_PARAMETERS * spacing * few, rounding)
     kinks = _of_kinks(pair, history, direction)
-    drift = _OF_DRIFT * math.sqrt(max(spacing, _MOVED))
+    drift = _OF_DRIFT * math.sqrt(max(spacing, _MOVED)) * growth(history)[:, None]
     values = _with_floor(pair, history, direction, floors)
     # The sums of parts of a batch are not those of the batch, but weights are the same for all.
     is_other = history.is_of_parts & ~states
@@ -168,7 +168,7 @@ def judge(
     is_rounding = is_noise & (direction == "backward")
     largest = np.where((is_zero & ~states) | is_rounding, np.nan, largest)
     amax_rounding = 0.02 + _OF_AMAX * spacing * few + 2 * kinks * few
-    amax_rounding[1:] += drift  # one element differs more than the RMS of all
+    amax_rounding[1:] += drift[1:]  # one element differs more than the RMS of all
     with np.errstate(invalid="ignore"):
         apart = np.where(is_other, np.nan, np.abs(largest[0] - largest[1]))
     amax = _Difference(apart, amax_rounding, largest, drift)
@@ -194,6 +194,15 @@ def judge(
     return Judged(history, excess / left, chance * left, suspicious)
 
 
+def growth(history: PairHistory) -> Doubles:
+    """Return by how much rounded runs part more at each step than in the first ones, ``(T,)``."""
+    # Roundings of all steps so far have moved the weights apart, as in a random walk.
+    num_steps = history.steps - history.steps[0]
+    is_rounded = _spacing(history) >= _FINE_SPACING
+    grown: Doubles = np.sqrt(np.maximum(num_steps * is_rounded / _RECENT, 1.0))
+    return grown
+
+
 def _earlier(
     excess: Doubles, states: npt.NDArray[np.bool_], *, is_fine: bool
 ) -> tuple[Doubles, Doubles]:
@@ -208,7 +217,7 @@ def _earlier(
         usual = np.quantile(results, _NEARLY_ALL, axis=1).max()
         earlier = _OF_EARLIER * np.maximum(recent.max(axis=0), usual)
         suspicious[t] = np.clip(earlier, later, max(later, _MOST_SUSPICIOUS))
-        if t > 1 and not is_fine:  # in FP32, a kink may turn over at any step
+        if t > 2 and not is_fine:  # in FP32, a kink may turn over at any step
             left[t] = np.clip(earlier, _LEAST_CHANCE, 1.0)
     return left, suspicious / left
 
@@ -234,7 +243,7 @@ class _Difference:
     amount: Doubles  # (T, P)
     rounding: Doubles  # (T, P)
     values: Doubles  # log2, (2, T, P)
-    drift: float  # the share of a tensor's movement that may differ
+    drift: Doubles  # the share of a tensor's movement that may differ, (T, 1)
 
     def chance(self, states: npt.NDArray[np.bool_], gaps: npt.NDArray[np.int64]) -> Doubles:
         """Return the difference that counts as chance, ``(T, P)``."""
@@ -252,7 +261,7 @@ class _Difference:
             movement = np.maximum(last, np.minimum(earlier, 1.0))
             of_states = self.rounding[k] + _REPEATED * known[k - 1] + 0.5 * movement
             moving = np.minimum(moved[:, k - 1].max(axis=0), 1.0)
-            others = np.maximum(self.rounding[k] + self.drift * moving, repeated)
+            others = np.maximum(self.rounding[k] + self.drift[k] * moving, repeated)
             if gaps[k] > 1:
                 recent = moved[:, max(0, k - _RECENT) : k]
                 others = np.maximum(others, np.median(recent, axis=1).max(axis=0))

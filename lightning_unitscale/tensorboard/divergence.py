@@ -265,4 +265,5 @@ def _why(one: Judged, row: int, k: int) -> str:
         return "only one run has it"
     if bad[0] != bad[1]:
         return f"only the {'first' if bad[0] else 'second'} run has NaN or infinite elements"
-    return f"{one.excess[row, k]:.3g} times what chance explains"
+    text = f"{one.excess[row, k]:.3g} times what chance explains"
+    return text if one.excess[row, k] > 1 else f"{text}; tensors after it differ by more"

@@ -270,9 +270,7 @@ def test_exclusions() -> None:
     plain, _ = fit(Net(), batches(4, 4))
     callback = UnitScaleCallback(precision=FP8(exclude="down"))
     steps, (warning,) = fit(Net(), batches(4, 4), callback)
-    assert (
-        "3 of 5 matmuls (60 % of the FLOPs) run outside FP8: down (name excluded)" in warning
-    )
+    assert "3 of 5 matmuls (60 % of the FLOPs) run outside FP8: down (name excluded)" in warning
     assert callback.coverage.reasons_outside == {"name excluded": 0.6}
     assert not any(torch.equal(step[0], other[0]) for step, other in zip(steps, plain, strict=True))
 

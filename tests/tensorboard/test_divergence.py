@@ -310,6 +310,13 @@ def test_runs_of_equal_meaning_do_not_part(plain, tmp_path, options):
     assert not found.diverged, found.text
 
 
+@pytest.mark.slow
+def test_rounded_runs_part_slowly(tmp_path):
+    plain = train(tmp_path / "plain", steps=80, rate=1e-2)
+    found = compare_runs(plain, train(tmp_path / "fp8", steps=80, rate=1e-2, simulate="fp8"))
+    assert not found.diverged, found.text
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     return train(tmp_path_factory.mktemp("images"), make=Images)
