@@ -16,8 +16,9 @@ UNEVEN: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def joins_ranks(module: nn.Module) -> bool:
-    """Check whether a wrapped module has trained in torch's ``Join`` context (torch 2.14)."""
-    # A rank that has run out of batches repeats only the wrapper's collectives.
+    """Check whether a wrapped module has trained in torch's ``Join`` context."""
+    # A rank that has run out of batches repeats only the wrapper's collectives. The private name
+    # was checked on torch 2.13 and 2.11.
     return bool(getattr(getattr(module, "_join_config", None), "enable", False))
 
 
