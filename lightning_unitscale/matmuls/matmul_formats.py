@@ -209,9 +209,7 @@ _NO_PADDING = "and padding would not pay"
 EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 
 WIDE_GRADIENT: GradientFormat = "E5M2"  # the format of gradients that do not fit into the finer one
-_TRAINING_ONLY = (
-    "Only training steps run in FP8. Evaluation computes what the checkpoint does without FP8."
-)
+_TRAINING_ONLY = "Only training steps run in FP8. Evaluation uses the Trainer's precision."
 
 
 class TensorKind(NamedTuple):

@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_the_checkpoint(precision: Any, tmp_path: Path) -> N
     found = trainer.callback_metrics["loss"]
     text = callback.explain()
     assert "validation_step" in text and "5 of 6 matmuls in FP8" in text
-    assert "Evaluation computes what the checkpoint does without FP8" in text
+    assert "Evaluation uses the Trainer's precision" in text
     trainer.save_checkpoint(tmp_path / "trained.ckpt")
     saved = torch.load(tmp_path / "trained.ckpt", weights_only=True)
     module = _module()
