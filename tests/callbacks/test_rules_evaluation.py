@@ -71,7 +71,8 @@ class GeneratingByMatmuls(Generating):
         return Attending.forward(self, x)
 
 
-@pytest.mark.parametrize("kind", [Attending, Cached, Generating, GeneratingByMatmuls])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("kind", [GeneratingByMatmuls, Generating, Cached, Attending])
 def test_the_loss_is_that_of_the_training_step(kind: type[Attending]) -> None:
     module = kind()
     trainer, (trained, *_) = fit(
