@@ -129,7 +129,7 @@ class CapturedStep(StepState):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and then make the postponed calls."""
         if not self.owner.is_attached or self.owner.is_running:
-            # It is detached, but another wrapper still calls it. Or another step calls it.
+            # Another wrapper still calls it after it was detached, or another step calls it.
             return self.__wrapped__(*args, **kwargs)
         if self.until_backward is not None:
             self.until_backward.close()  # the last call may have had no backward pass

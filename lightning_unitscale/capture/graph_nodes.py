@@ -32,8 +32,7 @@ ATTENTION_ROLES = ("query", "key", "value")
 Path = tuple[int | str, ...]  # position of an argument: ``(0,)``, ``("weight",)``, ``(0, 1)``
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
-_LINE = re.compile(r'File "([^"]+)", line (\d+)')
-_FUNCTION = re.compile(r'File ".+", line \d+, in (\S+)')
+_LINE = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 _FRAME = re.compile(r"@\d+")  # within a name if the operation is part of an expanded one
 # Operations of an expanded attention stand below its name, which has a number of its own.
 _NUMBER = re.compile(rf"_\d+$|(?<=\b{ATTENTION})_\d+(?=\.)")
@@ -55,14 +54,18 @@ def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
 
 def line_of(node: fx.Node) -> tuple[str, str] | None:
     """Return the file and line of the code that made a node, if Dynamo has noted it."""
-    found: list[tuple[str, str]] = _LINE.findall(node.meta.get("stack_trace") or "")
-    return found[-1] if found else None
+    file, line, _ = _made_at(node)
+    return (file, line) if file else None
 
 
 def function_of(node: fx.Node) -> str:
     """Return the name of the function whose code made a node, if Dynamo has noted it."""
-    found: list[str] = _FUNCTION.findall(node.meta.get("stack_trace") or "")
-    return found[-1] if found else ""
+    return _made_at(node)[2]
+
+
+def _made_at(node: fx.Node) -> tuple[str, str, str]:
+    found: list[tuple[str, str, str]] = _LINE.findall(node.meta.get("stack_trace") or "")
+    return found[-1] if found else ("", "", "")
 
 
 def is_seeded(node: fx.Node) -> bool:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import Direction
-from lightning_unitscale.tensorboard.chance import Judged, growth
-from lightning_unitscale.tensorboard.run_pair import (
-    PairHistory,
-    RunPair,
-    common_module,
-)
+from lightning_unitscale.tensorboard.chance import RECENT, Judged, growth, is_fine
+from lightning_unitscale.tensorboard.run_pair import Doubles, PairHistory, RunPair, common_module
 
 Cause = Literal["module", "batch", "loss", "weights", "optimizer"]
 ADVICE: Final[dict[Cause, str]] = {
@@ -34,13 +31,11 @@ ADVICE: Final[dict[Cause, str]] = {
 _LEAST_MOVE: Final = 2e-5
 _FEWEST_MOVES: Final = (12, 4)  # of parameters: if nothing is off, or if a tensor is
 _FEWEST: Final = 3
-_FINE_SPACING: Final = 1e-5
 # A quantile of the relative differences of these changes, and its limits: if nothing is off, and if
 # a tensor is off already. The first step of Adam depends on signs alone, those of rounding too.
 _APART_AT_FIRST: Final = (0.25, 0.75, 0.6)
 _APART: Final = (0.4, 0.3, 0.1)
 _APART_IN_FP32: Final = (0.5, 0.2, 0.02)
-_RECENT: Final = 8  # steps
 _OF_EARLIER: Final = 3.0  # times the least of recent steps, up to a limit
 _APART_CLEARLY: Final = 0.45
 _APART_CLEARLY_IN_FP32: Final = 0.1
@@ -52,44 +47,68 @@ _MOST: Final = 0.75
 _USUAL: Final = 0.15
 
 
-def optimizer_at_fault(
-    pair: RunPair, history: PairHistory, row: int, *, is_off: bool
-) -> tuple[int, str | None] | None:
-    """Return the parameter whose changes since the last step differ most, if those of most do.
+class OptimizerSteps:
+    """The changes of parameters from sample to sample, compared between two runs."""
 
-    If a tensor is off already, less is enough. A module comes with it if one run leaves out its
-    weight alone.
-    """
-    states = np.array([k for k, each in enumerate(pair.pairs) if each.is_state], dtype=int)
-    if row == 0 or history.steps[row] - history.steps[row - 1] > 1:
-        return None
-    is_fine = history.spacing < _FINE_SPACING
-    recent: list[float] = []
-    for t in range(max(1, row - _RECENT), row + 1):
-        limits = _APART_IN_FP32 if is_fine else _APART if t > 1 else _APART_AT_FIRST
-        before, after = (history.log2_rms[:, each, states] for each in (t - 1, t))
-        with np.errstate(invalid="ignore"):
-            moves = after - before
-            differences = np.abs(moves[0] - moves[1])
-        larger = np.abs(moves).max(axis=0)
-        clear = np.flatnonzero(np.isfinite(moves).all(axis=0) & (larger > _LEAST_MOVE))
-        if len(clear) < _FEWEST_MOVES[is_off]:
+    def __init__(self, pair: RunPair, history: PairHistory) -> None:
+        self._pair, self._history = pair, history
+        states = [k for k, each in enumerate(pair.pairs) if each.is_state]
+        self._states = np.array(states, dtype=int)
+        self._is_fine, self._growth = is_fine(history), growth(history)
+        self._known: dict[int, _Moves] = {}
+
+    def at_fault(self, row: int, *, is_off: bool) -> tuple[int, str | None] | None:
+        """Return the parameter whose changes since the last step differ most, if most differ.
+
+        If a tensor is off already, less is enough. A module comes with it if one run leaves out its
+        weight alone.
+        """
+        history, states = self._history, self._states
+        if row == 0 or history.steps[row] - history.steps[row - 1] > 1:
             return None
-        apart = float(np.quantile(differences[clear] / larger[clear], limits[0]))
-        if t < row and (t > 1 or is_fine):
-            recent.append(apart)
-    clearly = _APART_CLEARLY_IN_FP32 if is_fine and is_off else _APART_CLEARLY
-    least = min(recent, default=0.0)
-    limit = limits[1 + is_off] * float(growth(history)[row])
-    if apart > max(limit, min(_OF_EARLIER * least, clearly)):
-        return int(states[clear][differences[clear].argmax()]), None
-    amax = history.log2_amax[:, row - 1 : row + 1, states[clear]]
-    is_still = ((moves[:, clear] == 0) & (amax[:, 0] == amax[:, 1])).any(axis=0)
-    still = [k for k in clear[is_still] if pair.pairs[states[k]].is_operand]
-    if len(still) != 1:
-        return None
-    k = int(states[still[0]])
-    return k, pair.pairs[k].module
+        window = {t: self._moves(t) for t in range(max(1, row - RECENT), row + 1)}
+        if min(len(each.clear) for each in window.values()) < _FEWEST_MOVES[is_off]:
+            return None
+        last = window.pop(row)
+        # Except in FP32, the first step of Adam tells nothing about later ones.
+        recent = [each.apart for t, each in window.items() if t > 1 or self._is_fine]
+        clearly = _APART_CLEARLY_IN_FP32 if self._is_fine and is_off else _APART_CLEARLY
+        limit = self._limits(row)[1 + is_off] * float(self._growth[row])
+        if last.apart > max(limit, min(_OF_EARLIER * min(recent, default=0.0), clearly)):
+            return int(states[last.clear][last.differences.argmax()]), None
+        amax = history.log2_amax[:, row - 1 : row + 1, states[last.clear]]
+        is_still = ((last.moves == 0) & (amax[:, 0] == amax[:, 1])).any(axis=0)
+        still = [k for k in states[last.clear[is_still]] if self._pair.pairs[k].is_operand]
+        return (int(still[0]), self._pair.pairs[still[0]].module) if len(still) == 1 else None
+
+    def _limits(self, row: int) -> tuple[float, float, float]:
+        """Return the quantile to compare, and its limits."""
+        return _APART_IN_FP32 if self._is_fine else _APART if row > 1 else _APART_AT_FIRST
+
+    def _moves(self, row: int) -> _Moves:
+        """Compare the changes since the sample before, once for each sample."""
+        if row not in self._known:
+            before, after = (self._history.log2_rms[:, t, self._states] for t in (row - 1, row))
+            with np.errstate(invalid="ignore"):
+                moves = after - before
+            larger = np.abs(moves).max(axis=0, initial=0.0)
+            clear = np.flatnonzero(np.isfinite(moves).all(axis=0) & (larger > _LEAST_MOVE))
+            moves = moves[:, clear]
+            differences = np.abs(moves[0] - moves[1])
+            shares = differences / larger[clear]
+            apart = float(np.quantile(shares, self._limits(row)[0])) if len(clear) else 0.0
+            self._known[row] = _Moves(moves, clear, differences, apart)
+        return self._known[row]
+
+
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """The changes of log2 RMS since the sample before that are more than rounding."""
+
+    moves: Doubles  # (2, number of them)
+    clear: npt.NDArray[np.int64]  # their positions among the parameters
+    differences: Doubles
+    apart: float  # a quantile of the relative differences
 
 
 def cause_of(

@@ -58,7 +58,9 @@ _KINKED: Final = frozenset({
 })  # fmt: skip
 _REPEATED: Final = 3.0  # times earlier differences
 _NEARLY_ALL: Final = 0.9
-_RECENT: Final = 8
+RECENT: Final = 8  # samples
+# Rounded runs part more and more after so many steps.
+_FIRST_STEPS: Final = 8
 # The share of chance that is left if all differences were far smaller at earlier samples.
 _LEAST_CHANCE: Final = 0.6
 _OF_EARLIER: Final = 4.0  # times earlier shares of chance
@@ -190,34 +192,38 @@ def judge(
     excess = np.where((history.log2_rms < floors + 1).all(axis=0) & ~states, 0.0, excess)
     excess = np.where(history.is_lone, np.inf, excess)
     excess = np.nan_to_num(excess, nan=0.0, posinf=np.inf)
-    left, suspicious = _earlier(excess, states, is_fine=spacing < _FINE_SPACING)
+    left, suspicious = _earlier(excess, states, in_fp32=is_fine(history))
     return Judged(history, excess / left, chance * left, suspicious)
+
+
+def is_fine(history: PairHistory) -> bool:
+    """Check whether both runs are in FP32."""
+    return _spacing(history) < _FINE_SPACING
 
 
 def growth(history: PairHistory) -> Doubles:
     """Return by how much rounded runs part more at each step than in the first ones, ``(T,)``."""
     # Roundings of all steps so far have moved the weights apart, as in a random walk.
-    num_steps = history.steps - history.steps[0]
-    is_rounded = _spacing(history) >= _FINE_SPACING
-    grown: Doubles = np.sqrt(np.maximum(num_steps * is_rounded / _RECENT, 1.0))
+    num_steps = (history.steps - history.steps[0]) * (not is_fine(history))
+    grown: Doubles = np.sqrt(np.maximum(num_steps / _FIRST_STEPS, 1.0))
     return grown
 
 
 def _earlier(
-    excess: Doubles, states: npt.NDArray[np.bool_], *, is_fine: bool
+    excess: Doubles, states: npt.NDArray[np.bool_], *, in_fp32: bool
 ) -> tuple[Doubles, Doubles]:
     """Return the share of chance that earlier samples leave, and what is suspicious, ``(T, P)``."""
-    at_first, later = _SUSPICIOUS[not is_fine]
+    at_first, later = _SUSPICIOUS[not in_fp32]
     left, suspicious = np.ones_like(excess), np.full_like(excess, at_first)
     suspicious[:, states] = max(at_first, _SUSPICIOUS_ZEROS)
     known = np.where(np.isfinite(excess), excess, 0.0)
     for t in range(1, len(excess)):
-        recent = known[max(0, t - _RECENT) : t]
+        recent = known[max(0, t - RECENT) : t]
         results = recent[:, ~states] if not states.all() else recent
         usual = np.quantile(results, _NEARLY_ALL, axis=1).max()
         earlier = _OF_EARLIER * np.maximum(recent.max(axis=0), usual)
         suspicious[t] = np.clip(earlier, later, max(later, _MOST_SUSPICIOUS))
-        if t > 2 and not is_fine:  # in FP32, a kink may turn over at any step
+        if t > 2 and not in_fp32:  # in FP32, a kink may turn over at any step
             left[t] = np.clip(earlier, _LEAST_CHANCE, 1.0)
     return left, suspicious / left
 
@@ -252,7 +258,7 @@ class _Difference:
             moved = np.nan_to_num(np.abs(np.diff(self.values, axis=1)), nan=0.0)
         known = np.nan_to_num(self.amount, nan=0.0, posinf=0.0)
         for k in range(1, len(chance)):
-            before = known[max(0, k - _RECENT) : k].max(axis=0)
+            before = known[max(0, k - RECENT) : k].max(axis=0)
             last_known = known[k - 1][~states]
             usual = float(np.quantile(last_known, _NEARLY_ALL)) if last_known.size else 0.0
             repeated = _REPEATED * np.maximum(before, usual)
@@ -263,7 +269,7 @@ class _Difference:
             moving = np.minimum(moved[:, k - 1].max(axis=0), 1.0)
             others = np.maximum(self.rounding[k] + self.drift[k] * moving, repeated)
             if gaps[k] > 1:
-                recent = moved[:, max(0, k - _RECENT) : k]
+                recent = moved[:, max(0, k - RECENT) : k]
                 others = np.maximum(others, np.median(recent, axis=1).max(axis=0))
             chance[k] = np.where(states, of_states, others)
         return chance

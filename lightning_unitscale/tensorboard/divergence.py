@@ -18,12 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction, finite
-from lightning_unitscale.tensorboard.causes import (
-    ADVICE,
-    Cause,
-    cause_of,
-    optimizer_at_fault,
-)
+from lightning_unitscale.tensorboard.causes import ADVICE, Cause, OptimizerSteps, cause_of
 from lightning_unitscale.tensorboard.chance import Judged, floors_of, judge, sums_of
 from lightning_unitscale.tensorboard.history import RunScales, read_run
 from lightning_unitscale.tensorboard.run_pair import RunPair
@@ -92,13 +87,15 @@ def find_divergence(a: RunScales, b: RunScales) -> Divergence:
             "run_a, run_b: they share no sampled step. Expected runs that sampled at least "
             "one step in common. Sample more often, such as with every_n_steps=1."
         )
+    forward = judged.get("forward")
+    optimizer = None if forward is None else OptimizerSteps(pair, forward.history)
     every = np.unique(np.concatenate([one.history.steps for one in judged.values()])).tolist()
     for index, step in enumerate(every):
         has_gap = index > 0 and step - every[index - 1] > 1
         found = _first_off(pair, judged, step, has_gap=has_gap)
         cause: Cause | None = None
         module: str | None = None
-        if (moved := _moved(pair, judged, step, found)) is not None:
+        if optimizer and (moved := _moved(optimizer, judged, step, found)):
             k, module = moved
             found, cause = ("forward", k), "optimizer" if module is None else "module"
         if found is not None:
@@ -182,17 +179,17 @@ def _at_fault(pair: RunPair, direction: Direction, k: int, is_off: npt.NDArray[n
 
 
 def _moved(
-    pair: RunPair,
+    optimizer: OptimizerSteps,
     judged: dict[Direction, Judged],
     step: int,
     found: tuple[Direction, int] | None,
 ) -> tuple[int, str | None] | None:
     """Return the parameter that an optimizer changes otherwise, or leaves out in one module."""
-    if (one := judged.get("forward")) is None or (row := one.row(step)) is None:
+    if (row := judged["forward"].row(step)) is None:
         return None
     if found is not None and judged[found[0]].is_lone(step, found[1]):
         return None
-    return optimizer_at_fault(pair, one.history, row, is_off=found is not None)
+    return optimizer.at_fault(row, is_off=found is not None)
 
 
 def _report(
