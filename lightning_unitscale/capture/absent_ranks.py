@@ -2,8 +2,6 @@
 
 FSDP allocates and frees gathered parameters by resizing a storage, below the dispatcher. On a GPU
 it uses streams, which do not exist without one.
-
-Private names of torch were checked on 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -11,9 +11,6 @@ traced again. The yes is kept if the trace gets further than before. Otherwise i
 function that still breaks is captured with its break. Answers are remembered by asker.
 
 Torch 2.11 treats all traced code as exported. From 2.12 on, and here, only exported code is.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11, and ``real_stack`` of Dynamo's
-errors on 2.13.
 """
 
 from __future__ import annotations

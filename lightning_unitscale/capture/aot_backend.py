@@ -21,8 +21,6 @@ while a graph runs (pytorch issue 158007).
 AOTAutograd calls its graph with the inputs unchanged. If the class of an input overrides operations
 in Python (``__torch_function__``), the checks of the first call raise an error. So such inputs are
 passed as ordinary tensors.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Dynamo's own texts are pages of hints for its developers. Set ``TORCH_LOGS=graph_breaks`` to see
 them.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Copy Dynamo's graphs, add inputs to them, and run their operators without numbers.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11.
-"""
+"""Copy Dynamo's graphs, add inputs to them, and run their operators without numbers."""
 
 from __future__ import annotations
 

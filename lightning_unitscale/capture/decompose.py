@@ -3,8 +3,6 @@
 Dynamo does not split multi-head attention. Scaled dot-product attention may run as two matmuls and
 a softmax. Both are replaced by the operations torch would run, in the same order, so every bit
 stays the same. Attention that torch runs as one fused kernel stays one node.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

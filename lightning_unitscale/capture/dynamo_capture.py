@@ -1,7 +1,6 @@
 """Capture a function by Dynamo, and describe its graphs.
 
-Other modules use only :class:`CapturedGraph` and callables. Private names used here were checked on
-torch 2.14, 2.13 and 2.11.
+Other modules use only :class:`CapturedGraph` and callables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Run a rewritten graph: op by op, by AOTAutograd's graphs op by op, or by Inductor.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11.
-"""
+"""Run a rewritten graph: op by op, by AOTAutograd's graphs op by op, or by Inductor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Simulate a device that need not exist, for fake tensors.
 
-Private names of torch were checked on 2.14, 2.13 and 2.11. C++ reads a fake tensor's device through
-the operator ``prim::device`` in all of them.
+C++ reads a fake tensor's device through the operator ``prim::device``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A captured graph is one node of autograd's graph. Hooks of modules inside it nev
 Hooks of parameters run in another order, because all gradients arrive at once. The node cannot be
 differentiated a second time. So a step runs uncaptured if a backward hook is registered, or when a
 backward pass is recorded.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ hook, and captures no loop over such modules. So these hooks are disabled during
 graph calls them: before the first operation of their module and after the last one. FSDP still
 gathers, frees and reduces. If tensor parallelism has split a module first, FSDP gathers its splits.
 
-Private names used here were checked on torch 2.14, 2.13 and 2.11, and that FSDP
-always gathers into the same ``Parameter``, whose storage is empty meanwhile.
+FSDP always gathers into the same ``Parameter``, whose storage is empty meanwhile.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Callbacks and transforms both use ``steps_of(module)``. Each adds its passes. Th
 installs the captured steps on the module, and the last one removes them. The ``forward`` of an
 ordinary module is captured in a copy that runs the graphs, or exported.
 
-Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.14, 2.13 and 2.11): the graph
-of a strict export before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
-parameters under their own names; and ``_is_exporting_flag`` with the context that sets it.
+``torch.export._trace._export_to_torch_ir`` returns the graph of a strict export before it is
+lowered, with ``F.*`` nodes, the user's inputs and outputs, and parameters under their own names.
 """
 
 from __future__ import annotations

@@ -33,8 +33,6 @@
 * Inference mode (:func:`drop_inference_mode`). AOTAutograd cannot trace a view of an ordinary
   tensor made in inference mode: the view has no version counter, which functionalization reads. Its
   graphs return no inference tensors anyway.
-
-Private names used here were checked on torch 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

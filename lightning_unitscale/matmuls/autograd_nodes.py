@@ -9,8 +9,7 @@ dictionary lives as long as the node.
 passes it to the threads that run a backward pass for this thread. Leave no value there, because a
 thread that ends would wait for the interpreter. Torch 2.11 cannot remove a value and releases a
 reference that it never took. ``torch._C._functions.AccumulateGrad`` is the node of a leaf.
-The engine's ``queue_callback`` ends the backward passes of DDP and FSDP as well. Checked on torch
-2.14, 2.13 and 2.11.
+The engine's ``queue_callback`` ends the backward passes of DDP and FSDP as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wrap the private names of Dynamo and Inductor; checked on torch 2.14, 2.13 and 2.11.
+"""Wrap the private names of Dynamo and Inductor.
 
 - ``joint_custom_pre_pass`` runs on the joint graph, or on the only graph of a step without
   gradients. It precedes all of Inductor's changes except decompositions.

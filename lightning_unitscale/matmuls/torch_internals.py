@@ -1,7 +1,5 @@
 """Wrap the private names of torch's dispatcher, engine and checkpoints.
 
-Checked on torch 2.14, 2.13 and 2.11.
-
 - ``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` map a backward
   matmul to its forward matmul. A forward kernel runs right after its autograd node is created,
   so the node has the last number of its thread (``autograd_nodes.py``).

@@ -1,7 +1,6 @@
 """Prepare a joint graph for planning, and split it by the plan.
 
-Planning is done on :class:`RematProblem`. Private names of torch were checked on 2.14, 2.13 and
-2.11, which lacks ``is_opaque_node``.
+Planning is done on :class:`RematProblem`. Torch 2.11 lacks ``is_opaque_node``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Use private names of torch to inspect its modes, as no other file of this folder does.
-
-They were checked on torch 2.14, 2.13 and 2.11.
-"""
+"""Use private names of torch to inspect its modes, as no other file of this folder does."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A later stage recomputes masks, positions and rotary tables instead of receiving
 only on the call's arguments and constant buffers. They cost almost nothing, and their bits are the
 same.
 
-A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names
-were checked on torch 2.14, 2.13 and 2.11.
+A stage that begins inside a region of autocast or ``no_grad`` enters it again.
 """
 
 from __future__ import annotations

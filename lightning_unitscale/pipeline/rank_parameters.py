@@ -6,8 +6,6 @@ the class of a freed parameter is one that raises an error instead.
 Stages validate without the weights of other ranks. But a hook may merge adapters into weights, or
 swap in averages. All ranks run the same hooks, so each rank needs the values. During the first
 validation of a training every rank keeps all values, and reads of them are recorded.
-
-Private names of torch were checked on 2.14, 2.13 and 2.11.
 """
 
 from __future__ import annotations

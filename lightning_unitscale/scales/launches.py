@@ -5,8 +5,6 @@ launch. For arguments of the same types, alignments and numbers, the result can 
 returns its ``CompiledKernel``, whose ``run`` takes the grid, stream, ``function``,
 ``packed_metadata``, three arguments for hooks, and the arguments in their order, pointers as
 integers too. Checked on Triton 3.6 and 3.7; with other versions nothing is reused.
-
-Private names of torch were checked on 2.14, 2.13 and 2.11. Triton and Inductor call them as well.
 """
 
 from __future__ import annotations
