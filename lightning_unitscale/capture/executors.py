@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
 
-from lightning_unitscale.capture.aliasing import is_random, memory_roots, written_arguments
+from lightning_unitscale.capture.aliasing import aliased_by_mutation, is_random
 from lightning_unitscale.capture.aot_backend import (
     keep_workspaces,
     lstm_with_workspace,
@@ -271,14 +271,8 @@ def _why_not_kept(
     given = [argument for argument in node.all_input_nodes if argument not in own | {body}]
     if node.kwargs.get("use_reentrant") and trained.isdisjoint(given):
         return "is reentrant and none of its inputs needs a gradient, so it has no gradients"
-    roots = memory_roots(region)
-    writes = (
-        target
-        for one in region.nodes
-        for target in written_arguments(one)
-        if roots[target].op == "placeholder"
-    )
-    if next(writes, None) is not None or any(map(_updates_statistics, region.nodes)):
+    writes = any(written.op == "placeholder" for written in aliased_by_mutation(region))
+    if writes or any(map(_updates_statistics, region.nodes)):
         return "writes into a buffer, and a recomputation repeats the write"
     if node.kwargs.get("preserve_rng_state", True) is False and any(map(is_random, region.nodes)):
         return "draws other random numbers when recomputed (preserve_rng_state=False)"

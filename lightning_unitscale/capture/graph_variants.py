@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from lightning_unitscale.capture import dynamo_capture as capture
 from lightning_unitscale.capture import executors
-from lightning_unitscale.capture.aliasing import find_effects, memory_roots, written_arguments
+from lightning_unitscale.capture.aliasing import aliased_by_mutation, find_effects
 from lightning_unitscale.capture.breaks import (
     Reason,
     graph_breaks_since,
@@ -203,7 +203,7 @@ class GraphVariants:
         if step.owner.partition_fn is not None and executor == "aot_eager":
             executors.refuse_checkpoints(self.base, self.inputs)
         self._variants: dict[bool, Variant] = {}
-        self._interpreted: dict[bool, StepGraph] = {}
+        self._interpreted: StepGraph | None = None
         self.num_rewrites = 0
         if executor != "eager":
             # Compiling may specialize on shapes. These become guards only while Dynamo collects
@@ -230,20 +230,17 @@ class GraphVariants:
         """Rewrite the base again at the next run, since a pass has changed its decisions."""
         self.num_rewrites += 1
         self._variants.clear()
-        self._interpreted.clear()
+        self._interpreted = None
 
     def interpret(
         self, interpret: Callable[[fx.GraphModule], Callable[..., Any]], inputs: Sequence[Any]
     ) -> Any:
         """Run the captured graph, out of place and reparametrized, through an interpreter."""
-        step = self._owner
-        observed = step.owner.observed and not step.is_rehearsing  # True with the wanted probes
-        if observed not in self._interpreted:
-            phases = (Phase.REPARAMETRIZE, Phase.OBSERVE)
-            passes = [graph_pass for graph_pass in step.owner.passes if graph_pass.phase in phases]
-            self._interpreted[observed], _ = self._after(passes, observed=observed)
-        graph = self._interpreted[observed]
-        return Variant(graph, interpret(graph.graph_module))(*inputs)
+        if self._interpreted is None:
+            every = self._owner.owner.passes
+            passes = [graph_pass for graph_pass in every if graph_pass.phase is Phase.REPARAMETRIZE]
+            self._interpreted, _ = self._after(passes)
+        return Variant(self._interpreted, interpret(self._interpreted.graph_module))(*inputs)
 
     def rewritten(self, *, observed: bool = False, out_of_place: bool = True) -> StepGraph:
         """Return a variant as a graph, for a caller that runs it in another way."""
@@ -372,12 +369,11 @@ class GraphCall:
     def _written(self, inputs: Sequence[Any]) -> Iterator[Any]:
         """Yield the inputs that the graph may write into: parameters only if an operation does."""
         graph = self.graph.base.graph
-        roots = memory_roots(graph)
-        mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+        mutated = aliased_by_mutation(graph)
         placeholders = graph.find_nodes(op="placeholder")
         for node, origin, value in zip(placeholders, self.graph.inputs, inputs, strict=True):
             # Normalization kernels write into running statistics without declaring it.
-            if origin.kind != "parameter" or roots[node] in mutated:
+            if origin.kind != "parameter" or node in mutated:
                 yield value
 
 

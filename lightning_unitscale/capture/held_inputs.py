@@ -208,36 +208,23 @@ class _SavedInput:
         with self.backward.inserting_after(self.given):
             placeholder = self.backward.placeholder(new.name)
         placeholder.meta = dict(self.given.meta)
-        outputs, descriptions = self._outputs()
-        place = self._place(outputs)
-        outputs.insert(place + 1, new)
-        if descriptions is not None:
-            descriptions.insert(place + 1, descriptions[place])
-        self._set_outputs(outputs, descriptions)
+        self._replace_in_outputs(self.source, new)
         return placeholder
 
     def _drop(self) -> None:
-        outputs, descriptions = self._outputs()
-        place = self._place(outputs)
-        del outputs[place]
-        if descriptions is not None:
-            del descriptions[place]
-        self._set_outputs(outputs, descriptions)
+        self._replace_in_outputs()
         self.backward.erase_node(self.given)
 
-    def _place(self, outputs: list[Any]) -> int:
-        return outputs.index(self.source, self.num_outputs)
-
-    def _outputs(self) -> tuple[list[Any], list[Any] | None]:
+    def _replace_in_outputs(self, *nodes: fx.Node) -> None:
+        """Save other nodes in place of the input, with its description."""
         output = self.forward.output_node()
-        descriptions = output.meta.get("desc")
-        nodes = list(cast("Sequence[Any]", output.args[0]))
-        return nodes, None if descriptions is None else list(descriptions)
-
-    def _set_outputs(self, outputs: list[Any], descriptions: list[Any] | None) -> None:
-        output = self.forward.output_node()
+        outputs = list(cast("Sequence[Any]", output.args[0]))
+        place = outputs.index(self.source, self.num_outputs)
+        outputs[place : place + 1] = nodes
         output.args = (tuple(outputs),)
-        if descriptions is not None:
+        if (descriptions := output.meta.get("desc")) is not None:
+            descriptions = list(descriptions)
+            descriptions[place : place + 1] = [descriptions[place]] * len(nodes)
             output.meta["desc"] = descriptions
 
     def _read_through(self, root: fx.Node, reads: list[tuple[fx.Node, fx.Node]]) -> None:

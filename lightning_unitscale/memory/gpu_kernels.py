@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.fake_device import has_autocast_rule, run_operator
 from lightning_unitscale.capture.graph_nodes import call
 from lightning_unitscale.memory.gpu_attention import attention
@@ -256,7 +257,7 @@ def calls_of(gpu: GPU | None) -> Call:
 
 
 class DeviceCalls(TorchFunctionMode):
-    """Mode that calls functions as on a GPU, or on a CPU."""
+    """Mode that calls functions as on a GPU, or on a CPU, also those in multi-head attention."""
 
     def __init__(self, gpu: GPU | None) -> None:
         super().__init__()
@@ -265,6 +266,9 @@ class DeviceCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:  # its parts depend on the device too
+                return open_function(func)(*args, **(kwargs or {}))
         return self._call(func, args, kwargs or {})
 
 

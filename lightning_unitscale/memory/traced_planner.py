@@ -15,14 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_unitscale.capture import fake_device
-from lightning_unitscale.capture.decompose import open_function
 from lightning_unitscale.capture.graph_nodes import tensors_in
 from lightning_unitscale.memory.costs import CostModel, default_cost_model
 from lightning_unitscale.memory.fake_step import FakeStep, own_loss
@@ -97,18 +95,6 @@ class _Kernels(fake_device.DispatchMode):
         return run_kernel(func, args, kwargs or {})
 
 
-class _Calls(DeviceCalls):
-    """Mode that calls functions as on a device, also those within multi-head attention."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.multi_head_attention_forward:
-            with self:  # its parts depend on the device too
-                return open_function(func)(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 def traced_problem(
     module: nn.Module,
     *args: Any,
@@ -148,7 +134,7 @@ def traced_problem(
 
     simulation = fake_device.simulating(target, *([gpu.capability] if gpu else ()))
     tracer = _Tracer()
-    with step.mode, simulation, _Calls(gpu):
+    with step.mode, simulation, DeviceCalls(gpu):
         tangent = torch.ones((), device=target)
         for index, tensor in enumerate(given):
             tracer.input(tensor, f"input_{index}")
