@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -169,14 +168,7 @@ class Attachment(called_loop.CalledLoop):
         try:
             if self._is_attached:
                 if self._is_in_batch and not self.step_index:
-                    warnings.warn(
-                        f"module={type(self.module).__name__}: it was called in training, but no "
-                        "optimizer step was seen, so the callbacks have seen no training step. "
-                        "Pass the optimizer whose step() the loop calls: attach(module, "
-                        "optimizer, ...). If the loop creates its own torch optimizer with "
-                        "parameters of the module, leave the argument out.",
-                        stacklevel=3,
-                    )
+                    self.stepless.warn(stacklevel=4)
                 for callback in self._callbacks:
                     callback.finish()
         finally:

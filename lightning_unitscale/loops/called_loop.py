@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ _EVALUATION = "evaluation"
 # The loops with a call of their module in progress.
 _CALLING: HandedOn[tuple[CalledLoop, ...]] = HandedOn("calling", ())
 _IDLE_STEPS = 3
+# A loop may accumulate gradients over many calls, or load weights after a first one.
+_MAX_CALLS, _MAX_CHANGES = 2**8, 3
 
 
 class CalledLoop(Loop):
@@ -72,6 +74,7 @@ class CalledLoop(Loop):
         self._num_idle_steps = 0
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepping: Any = None  # the optimizer that is stepping and ends a training step
+        self.stepless = SteplessCalls(self.module)
         self._call: StepCaller | None = None
         self._is_attached = True
 
@@ -142,7 +145,8 @@ class CalledLoop(Loop):
             for callback in self._callbacks:
                 callback.begin_batch()
         call = self._call
-        result = forward(*args, **kwargs) if call is None else call(forward, args, kwargs)
+        with contextlib.nullcontext() if self.step_index else self.stepless.call():
+            result = forward(*args, **kwargs) if call is None else call(forward, args, kwargs)
         loss = find_loss(result)
         for callback in self._callbacks:
             callback.begin_backward(loss)
@@ -209,6 +213,43 @@ class CalledLoop(Loop):
                     "another method than forward, name it in attach(..., methods=).",
                     stacklevel=6,
                 )
+
+
+class SteplessCalls:
+    """The calls of a module in training before the first step of an optimizer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Of calls, and of changes of a parameter between them, with its last version.
+        self._num_calls = self._num_changes = self._version = 0
+        self._has_warned = False
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Run a call within this context. Warn if no step seems to follow the calls."""
+        self._num_changes += bool(self._num_calls) and self._latest_version() != self._version
+        self._num_calls += 1
+        if self._num_calls == _MAX_CALLS or self._num_changes == _MAX_CHANGES:
+            self.warn(stacklevel=10)
+        yield
+        self._version = self._latest_version()
+
+    def _latest_version(self) -> int:
+        return next((p._version for p in self._module.parameters() if p.requires_grad), 0)
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn once that no optimizer has ended a step."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"module={type(self._module).__name__}: it was called in training, but no optimizer "
+            "step was seen, so the callbacks have seen no training step. Pass the optimizer whose "
+            "step() the loop calls: attach(module, optimizer, ...). If the loop creates its own "
+            "torch optimizer with parameters of the module, leave the argument out. If it updates "
+            "the parameters itself, pass an object with a method step(), and call it afterwards.",
+            stacklevel=stacklevel,
+        )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -230,9 +230,35 @@ def test_an_evaluation_with_gradients_is_not_of_training() -> None:
 def test_an_optimizer_that_nobody_names() -> None:
     model, _ = new()
     attachment = attach(model, None, METHODS["both"]())
-    descend(model, Descent(model.parameters()))
+    (x, y), *_ = batches(1)
+    F.cross_entropy(model(x), y).backward()
+    Descent(model.parameters()).step()
     with pytest.warns(UserWarning, match=r"module=Net: .* no optimizer step was seen"):
         attachment.detach()
+
+
+@pytest.mark.parametrize(("by_hand", "num_calls"), [(True, 4), (False, 256)])
+def test_a_loop_without_an_optimizer_is_told_while_it_trains(by_hand: bool, num_calls: int) -> None:
+    model, _ = new()
+    (x, y), *_ = batches(1)
+    with attach(model):
+        with pytest.warns(UserWarning, match=r"pass an object with a method step\(\)"):
+            for _ in range(num_calls):
+                F.cross_entropy(model(x), y).backward()
+                if by_hand:
+                    Descent(model.parameters()).step()
+        # It is told once.
+        model(x)
+
+
+def test_a_first_call_and_loaded_weights_are_no_training() -> None:
+    model, optimizer = new()
+    (x, y), *_ = batches(1)
+    with attach(model, optimizer):
+        model(x)
+        model.load_state_dict(new()[0].state_dict())
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
 
 def test_nothing_of_a_module_is_ever_seen() -> None:
