@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsup
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.variables import torch as torch_variables
 
-from lightning_unitscale.capture.breaks import frames_of
+from lightning_unitscale.capture.breaks import frames_of, written_name
 from lightning_unitscale.compiling import is_exporting
 from lightning_unitscale.patching import shadowed, shadowed_here
 
@@ -39,7 +38,6 @@ _QUESTION = "is_compiling"
 _IS_COMPILING = frozenset({_QUESTION, "is_dynamo_compiling"})
 # torch's code (its checkpointing) and ours need the true answer.
 _KNOWING = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 
 _Traced = TypeVar("_Traced")
 _FAILURES = (InternalTorchDynamoError, TorchRuntimeError, Unsupported)
@@ -178,6 +176,6 @@ def _asker(frame: Any) -> _Asker:
     while translator is not None and len(callers) < 3:
         code = translator.f_code
         if code.co_name != _QUESTION:
-            callers.append((str(code.co_filename), _RESUMED.sub(r"\1", code.co_name)))
+            callers.append((str(code.co_filename), written_name(code.co_name)))
         translator = getattr(translator, "parent", None)
     return tuple(callers) or (("", ""),)

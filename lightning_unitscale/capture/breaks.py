@@ -51,6 +51,7 @@ _FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*
 # Hints for Dynamo's developers stand in the same sentence as the function.
 _SKIPPED = re.compile(r"marked that the function (`[^`]+`)|Attempted to call (`[^`]+`) with config")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 # The id of the captured code, the condition, and the line that the guard comes from.
 _GUARD = re.compile(r"\d+/(\d+)\S*: ([^#\n]*)")
 _MAX_REASON = 160
@@ -293,6 +294,11 @@ def _users_line(frames: Sequence[Any]) -> Any:
 
 def _is_in_between(file: str) -> bool:
     return file.startswith(_IN_BETWEEN) or any(name in file for name in _TRAINERS)
+
+
+def written_name(function: str) -> str:
+    """Return the name of a function, also of its rest after a break, which Dynamo names anew."""
+    return _RESUMED.sub(r"\1", function)
 
 
 def is_installed_file(file: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.capture.breaks import written_name
 from lightning_unitscale.capture.copy_graphs import MODULE as MODULE
 from lightning_unitscale.capture.copy_graphs import NAME as NAME
 from lightning_unitscale.capture.dynamo_capture import CapturedGraph
@@ -60,7 +61,7 @@ def line_of(node: fx.Node) -> tuple[str, str] | None:
 
 def function_of(node: fx.Node) -> str:
     """Return the name of the function whose code made a node, if Dynamo has noted it."""
-    return _made_at(node)[2]
+    return written_name(_made_at(node)[2])
 
 
 def _made_at(node: fx.Node) -> tuple[str, str, str]:

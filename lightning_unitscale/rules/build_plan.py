@@ -35,7 +35,6 @@ from lightning_unitscale.rules.plan import (
     ParameterPlan,
     RuleOptions,
     RulePlan,
-    evaluation_of,
     key,
 )
 from lightning_unitscale.rules.roles import Structure, find_structure, plan_parameters
@@ -141,8 +140,8 @@ def plan_graph(
         {**unknown, **prior.parameters},
         replace(options, on_unknown="keep"),
         lambda node: None,
-        prior=prior,
-        evaluation=evaluation_of(prior, step),
+        prior,
+        step,
     )
     for node in flow.nodes:
         decider.before(node)
@@ -279,10 +278,7 @@ class _ScaledRun:
         self.flow = structure.flow
         self._title, self._most_calls, self._num_calls = step.title, most_calls, 0
         self._joint = joint
-        evaluation = evaluation_of(prior, step.name)
-        self.decider = Decider(
-            structure, parameters, options, self.measure, prior=prior, evaluation=evaluation
-        )
+        self.decider = Decider(structure, parameters, options, self.measure, prior, step.name)
         # The first run of a step may change what the next one runs (a setting, a cache).
         self.saw_new_graph = False
         # Parameters that were planned before have their values already.

@@ -64,8 +64,7 @@ class Decider:
         options: RuleOptions,
         measure: Measure,
         prior: RulePlan | None = None,
-        *,
-        evaluation: str | None = None,
+        step: str = "",
     ) -> None:
         self.structure = structure
         self.flow = structure.flow
@@ -77,8 +76,10 @@ class Decider:
             structure.flow, parameters, measure, options.on_unknown, self.decisions
         )
         self.prior = prior or RulePlan()
-        self._evaluation = evaluation  # the step that is planned, if another one was before
         self._steps = sorted(self.prior.steps())
+        # The planned step, if another one was planned first, as training is before evaluation.
+        first = next((name.partition(":")[0] for name in self.prior), step)
+        self._evaluation = None if step == first else step
 
     def before(self, node: fx.Node) -> Decision | None:
         """Return the factors on the arguments of a node that is about to run."""
@@ -260,7 +261,7 @@ class Decider:
             or (matmul and any(self.flow.is_weight(one.node) for one in matmul.operands))
         ):
             return decision
-        if self._evaluation in function_of(node) or not changes_alike(self.prior, name):
+        if self._evaluation == function_of(node) or not changes_alike(self.prior, name):
             return _decision(node, "kept", f"only {self._evaluation} runs it")
         return decision
 

@@ -289,12 +289,6 @@ class RulePlan(Mapping[str, Decision]):
         return cls(decisions, parameters, dict(state.get("unseen", {})))
 
 
-def evaluation_of(plan: RulePlan, step: str) -> str | None:
-    """Return the step if another one was planned first, as training is before evaluation."""
-    first = next((name.partition(":")[0] for name in plan), step)
-    return None if step == first else step
-
-
 def changes_alike(plan: RulePlan, name: str) -> bool:
     """Check whether a step has factors on an operation of this name, with any number."""
     alike = (plan._by_kind.get(key(step, _without_number(name)), ()) for step in plan.steps())

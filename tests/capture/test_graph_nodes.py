@@ -17,6 +17,7 @@ from lightning_unitscale.capture.graph_nodes import (
     Names,
     argument_at,
     changed_arguments,
+    function_of,
     op_name,
     tensor_name,
 )
@@ -53,6 +54,22 @@ class Network(nn.Module):
 
 def _names(graph_module: fx.GraphModule) -> list[str]:
     return [tensor_name(node) for node in graph_module.graph.nodes if node.op != "output"]
+
+
+def test_the_rest_of_a_function_after_a_break_has_its_name() -> None:
+    found: list[str] = []
+
+    def backend(graph_module: fx.GraphModule, _: Any) -> Any:
+        found.extend(function_of(node) for node in graph_module.graph.find_nodes(op="call_method"))
+        return graph_module.forward
+
+    def latest_step(x: Tensor) -> Tensor:
+        y = x.square()
+        torch._dynamo.graph_break()
+        return y.exp()
+
+    torch.compile(latest_step, backend=backend)(torch.ones(2))
+    assert found == ["latest_step", "latest_step"]
 
 
 def test_names_are_paths_and_operations() -> None:
