@@ -311,6 +311,12 @@ class RuleScaling:
                     "Expected the checkpoint that they come from. Pass ckpt_path to the Trainer."
                 )
             return plan
+        kept = next((fqn for fqn in plan.parameters if fqn.endswith("weight")), None)
+        if kept and all(parameter.action == "left" for parameter in plan.parameters.values()):
+            rank_zero_warn(
+                f"{type(module).__name__}.training_step: the rules scale none of its weights "
+                f"({kept}: {plan.parameters[kept].reason}). explain() lists all of them."
+            )
         return replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
 
     def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:

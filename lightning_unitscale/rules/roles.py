@@ -222,7 +222,9 @@ def _uses(structure: Structure, parameter: fx.Node) -> Iterator[Use]:
         node = pending.pop()
         for reader in flow.readers(node):
             source = handed_on(reader)
-            if source is not None and flow.resolve(source) is node:
+            # Parameters that are joined with no data have the uses of the whole.
+            is_join = graph_nodes.op_name(reader) in _JOINS and flow.is_weight(reader)
+            if is_join or (source is not None and flow.resolve(source) is node):
                 if reader not in seen:
                     seen.add(reader)
                     pending.append(reader)

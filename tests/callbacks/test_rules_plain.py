@@ -151,6 +151,20 @@ def test_a_sanity_check_is_unscaled_without_a_warning(monkeypatch: pytest.Monkey
     assert "first.weight" in callback.explain()
 
 
+class Mapped(Classifier):
+    """A model that runs once for each sample, in operations that have no rule."""
+
+    def forward(self, x: Any) -> Any:
+        own = dict(self.named_parameters())
+        each = torch.vmap(lambda one: F.linear(one, own["first.weight"]).relu())(x)
+        return torch.vmap(lambda one: F.linear(one, own["readout.weight"]))(each)
+
+
+def test_rules_that_scale_no_weight_warn() -> None:
+    with pytest.warns(UserWarning, match="scale none of its weights .first.weight: read by linear"):
+        fit(Mapped(), UnitScaleCallback("u-mup"))
+
+
 class Clipped(torch.optim.Optimizer):
     """Does something to gradients before another optimizer steps, as for private training."""
 

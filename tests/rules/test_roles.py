@@ -209,6 +209,24 @@ USES: dict[str, tuple[Callable[[], nn.Module], Role, str]] = {
         Role.READOUT, "scaled",
     ),
     "a_part": (lambda: Step(lambda a, b: b @ a[:, :8], w(W, 12)), Role.READOUT, "scaled"),
+    "joined": (
+        lambda: Step(lambda a, c, b: b @ torch.cat([a, c]).t(), w(8, W), w(4, W)),
+        Role.READOUT, "scaled",
+    ),
+    "joined_biases": (
+        lambda: Step(
+            lambda a, c, m, b: m(F.linear(b, m.weight, torch.cat([a, c]))),
+            w(8), w(8), nn.Linear(W, W),
+        ),
+        Role.BIAS, "zeroed",
+    ),
+    "joined_for_an_unknown_use": (
+        lambda: Step(
+            lambda a, c, b: b @ torch.linalg.matrix_exp(torch.stack([a, c])).sum(0),
+            w(W, W), w(W, W),
+        ),
+        Role.OTHER, "left",
+    ),
     "learned_token": (
         lambda: Step(
             lambda a, m, b: m(torch.cat([a.expand(8, 1, W), b], 1)), w(1, 1, W), nn.Linear(W, W)
