@@ -1,7 +1,7 @@
 """Choose and measure the training steps of ``ScaleMonitor``: watch them run, or probe their graphs.
 
 If another callback or the strategy runs captured graphs, a pass adds probes to them, so the
-rewritten graph is shown. Otherwise the step runs as you wrote it.
+rewritten graph is shown. Otherwise, and if no graph can be captured, the step runs as you wrote it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def _ignored() -> frozenset[CodeType]:
 class WatchedSteps(StepWatcher):
     """Training steps that run as the user wrote them. Sampled ones are watched."""
 
+    shows_nothing = False
+
     def __init__(self, loop: Loop, layout: RowLayout, patterns: NamePatterns) -> None:
         super().__init__(layout, patterns.match_names, _ignored())
         self._loop = loop
@@ -112,6 +114,12 @@ class ProbedSteps(ScaleProbes):
         self._patterns = patterns
         self._steps = attach_steps(trainer, module, owner)
         self._steps.add_pass(self)
+
+    @property
+    def shows_nothing(self) -> bool:
+        """Check whether training steps run uncaptured."""
+        step = self._steps.steps.get("training_step")
+        return step is not None and step.fallback.runs_plain
 
     def begin_batch(self, is_sampled: bool) -> None:
         """Run the variant with probes if the next batch is sampled."""

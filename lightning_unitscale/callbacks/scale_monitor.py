@@ -249,15 +249,17 @@ class ScaleMonitor(StepsCallback):
     def start(self, loop: Loop, steps: ProbedSteps | None = None) -> None:
         self.leave()
         self._loop = loop
+        self._steps = steps or self._watched(loop)
+        self._alerts.start()
+        self._start, self._sampled_step, self._is_sampling = None, -1, False
+        self._newest = None
+
+    def _watched(self, loop: Loop) -> WatchedSteps:
         # Formats that another callback simulates are counted as well.
         simulated = (getattr(callback, "simulate", None) for callback in loop.callbacks)
         used = [item for each in simulated if isinstance(each, Simulate) for item in each.blocks]
         blocks = tuple(dict.fromkeys((*self._layout.block_formats, *used)))
-        layout = replace(self._layout, block_formats=blocks)
-        self._steps = steps or WatchedSteps(loop, layout, self._patterns)
-        self._alerts.start()
-        self._start, self._sampled_step, self._is_sampling = None, -1, False
-        self._newest = None
+        return WatchedSteps(loop, replace(self._layout, block_formats=blocks), self._patterns)
 
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
@@ -268,6 +270,9 @@ class ScaleMonitor(StepsCallback):
             self._start = step
         is_continued = self._is_sampling and not is_new
         if not is_continued:
+            if steps.shows_nothing:
+                steps.detach()
+                self._steps = steps = self._watched(loop)
             steps.clear()
             self._num_batches = 0
         # Accumulated batches are one sample, so an unplanned sample never begins in the middle.

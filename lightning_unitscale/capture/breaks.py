@@ -68,7 +68,10 @@ class Reason(str):
 
     @classmethod
     def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:
-        """Shorten one of Dynamo's texts."""
+        """Shorten one of Dynamo's texts, or give the line that it has no text for."""
+        if lines and not short_reason(text):
+            code = linecache.getline(lines[-1].filename, lines[-1].lineno or 0).strip()
+            text = f"Dynamo does not capture `{code}`"
         reason = cls(_one_line(text, lines))
         reason.why, reason.lines = short_reason(text), lines
         return reason

@@ -28,6 +28,7 @@ from lightning_unitscale.capture.breaks import (
     calling_line,
     graph_breaks_since,
     is_users_own,
+    is_watched,
     joined_reasons,
     num_graph_breaks,
     reason_raised,
@@ -67,12 +68,18 @@ class Fallback:
         self._capturing = capturing  # around the capture of each function
         self.reason: str | None = None  # reason why all calls run the user's own method, if they do
         self.awaits_rules = False  # rules will scale the step but have changed nothing yet
+        self._is_skipped = False  # by Dynamo, which has found nothing to capture
         self._num_hooks = -1  # number of hooks that were registered at the last check
         # True if the last call gave lazy modules their shapes, uncaptured, and before the first
         # call.
         self.awaits_shapes = True
         # The last call, until its backward pass has shown that it can be captured.
         self._pending: Trial | None = None
+
+    @property
+    def runs_plain(self) -> bool:
+        """Check whether calls run the user's own method, as the last one did."""
+        return self.reason is not None or self._is_skipped
 
     def is_due(self, executor: Executor) -> bool:
         """Check whether a call runs the user's own method, and find hooks of backward passes."""
@@ -184,6 +191,12 @@ class Fallback:
         """Remember a call until its backward pass has succeeded."""
         if self._pending is not None:
             self._pending.call = (returned_loss(result), args, kwargs)
+        # Dynamo skips a step that breaks in a loop, for good. The second call may yet be one graph.
+        step, was_skipped = self._step, self._is_skipped
+        self._is_skipped = bool(step.graph_breaks) and not (step.graphs or is_watched())
+        is_for_good = was_skipped and self._is_skipped and step.interpreter is None
+        if is_for_good and not step.owner.changes_function:
+            self.stay_plain(joined_reasons(step.graph_breaks))
 
     def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:
         """Run the last call's backward pass. If it fails, undo the call and run it uncaptured."""

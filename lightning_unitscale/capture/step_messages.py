@@ -57,13 +57,14 @@ def warn_once(step: StepState, text: str) -> None:
         warnings.warn(text, stacklevel=6)
 
 
-def _loses(step: StepState) -> str:
-    """Describe what a step loses when it runs uncaptured."""
+def _uncaptured(step: StepState) -> str:
+    """Say that a step runs uncaptured, and what it loses."""
+    code = " and uncompiled" if step.owner.executor == "inductor" else ""
     plan: str = getattr(step.owner.partition_fn, "loss_without_plan", "")
     rules = ""
     if step.owner.changes_function:
         rules = ": it is the unscaled model, at the given learning rates"
-    return f"neither rewritten nor observed{plan}{rules}"
+    return f"it runs uncaptured{code}{plan}{rules}"
 
 
 def not_captured(step: StepState, error: BaseException) -> CaptureError:
@@ -86,8 +87,8 @@ def warn_of_staying_plain(step: StepState, reason: str) -> None:
     """Warn that the step runs uncaptured from now on."""
     warn_once(
         step,
-        f"{step.title} cannot run captured: {reason}. So it runs uncaptured, "
-        f"{_loses(step)}. Take that out of the step, or leave out what captures it.",
+        f"{step.title} cannot run captured: {reason}. So {_uncaptured(step)}. Take that out of the "
+        "step, or leave out what captures it.",
     )
 
 
@@ -100,7 +101,7 @@ def warn_if_nothing_ran(step: StepState) -> None:
         warn_once(
             step,
             f"{step.title}: called with a {step.refused}, whose operations Dynamo does not "
-            f"follow. So it runs uncaptured, {_loses(step)}. Pass an ordinary tensor: "
+            f"follow. So {_uncaptured(step)}. Pass an ordinary tensor: "
             "image.as_subclass(torch.Tensor).",
         )
         return
@@ -108,9 +109,8 @@ def warn_if_nothing_ran(step: StepState) -> None:
         reasons = "a mode such as FlopCounterMode observes every operation of this call"
     warn_once(
         step,
-        f"{step.title}: no graph could be captured ({reasons}). So it runs uncaptured, "
-        f"{_loses(step)}. Keep what breaks the graph out of the step, or leave out what captures "
-        "it.",
+        f"{step.title}: no graph could be captured ({reasons}). So {_uncaptured(step)}. Keep what "
+        "breaks the graph out of the step, or leave out what captures it.",
     )
 
 
@@ -120,9 +120,9 @@ def warn_of_saving(step: StepState, graph_breaks: Sequence[str]) -> None:
         if any(name in graph_break for name in _SAVING):
             warn_once(
                 step,
-                f"{step.title}: a function that saves tensors in its own "
-                f"way runs uncaptured, {_loses(step)} ({graph_break}). Expected a step without "
-                "such a block. Enter it around the step, in a callback's hooks.",
+                f"{step.title}: a function saves tensors in its own way ({graph_break}), so "
+                f"{_uncaptured(step)}. Expected a step without such a block. Enter it around the "
+                "step, in a callback's hooks.",
             )
 
 

@@ -325,6 +325,37 @@ def test_what_the_budget_means_is_said_in_the_same_warning() -> None:
     assert "without a plan: budget=102400 may not hold" in said
 
 
+class BreaksInLoop(Noted):
+    """Dynamo skips the whole step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self.forward(batch[0]) - batch[1]).square().mean()
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [BackwardHook, Penalized, BreaksInLoop])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: RematCallback("min_cut"),
+        pytest.param(lambda: UnitScaleCallback(compile=True), marks=pytest.mark.slow),
+        pytest.param(lambda: UnitScaleCallback("u-mup"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_monitor_shows_it(kind: type[Noted], other: Callable[[], pl.Callback]) -> None:
+    plain, monitor = ScaleMonitor(every_n_steps=1), ScaleMonitor(every_n_steps=1)
+    _run(kind, [plain])
+    _, said = _run(kind, [other(), monitor])
+    if "uncaptured" not in " ".join(said):
+        return  # rules rewrite a step with gradients of gradients
+    assert [shown.step for shown in monitor.snapshots][-5:] == [1, 2, 3, 4, 5]
+    assert monitor.snapshots[-1].names == plain.snapshots[-1].names
+    if not isinstance(other(), UnitScaleCallback):
+        assert monitor.table(full=True) == plain.table(full=True)
+
+
 class ForwardHooks(Noted):
     """Forward hooks are part of the graph, even if they are added and removed."""
 
