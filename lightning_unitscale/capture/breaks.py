@@ -48,8 +48,13 @@ _NOT_OF_TENSORS = (ArithmeticError, AssertionError, EOFError, KeyError, OSError)
 _TRAINERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning"))
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*)$", re.MULTILINE)
-# Hints for Dynamo's developers stand in the same sentence as the function.
-_SKIPPED = re.compile(r"marked that the function (`[^`]+`)|Attempted to call (`[^`]+`) with config")
+# Hints for Dynamo's developers stand in the same sentence as the function. An operator whose result
+# depends on values fails within this package's backend, and only its name is the error.
+_SKIPPED = re.compile(
+    r"marked that the function `([^`]+)`|Attempted to call `([^`]+)` with config|"
+    r"^Backend compiler `[^`]+` failed with (\w+\.\w+\.\w+)(?=\.?$|\. )"
+)
+_ADDRESS = re.compile(" at 0x[0-9A-Fa-f]+")  # another one in each process
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 # The id of the captured code, the condition, and the line that the guard comes from.
@@ -182,8 +187,9 @@ def short_reason(text: str) -> str:
     match = _FAILED_WITHOUT_NUMBERS.search(text) or _EXPLANATION.search(text)
     lines = (match.group(1) if match else text).strip().splitlines() or [""]
     if (skipped := _SKIPPED.search(lines[0])) is not None:
-        return f"Dynamo does not capture {skipped.group(skipped.lastindex or 0)}"
-    return textwrap.shorten(lines[0].rstrip(".: "), _MAX_REASON, placeholder=" ...")
+        return f"Dynamo does not capture `{skipped.group(skipped.lastindex or 0)}`"
+    line = _ADDRESS.sub("", lines[0])
+    return textwrap.shorten(line.rstrip(".: "), _MAX_REASON, placeholder=" ...")
 
 
 def joined_reasons(reasons: Sequence[str]) -> str:

@@ -112,6 +112,14 @@ def test_short_reasons() -> None:
     assert short_reason(text) == "Dynamo does not know `print`"
     assert short_reason("Only a title") == "Only a title"
     assert len(short_reason("many words " * 100)) <= 160
+    # Neither this package's objects nor addresses, which are other ones in each process.
+    backend = "Explanation: Backend compiler `<GraphBackend object at 0x7f3f>` failed with {}"
+    assert short_reason(backend.format("aten.nonzero.default. Adding a graph break.")) == (
+        "Dynamo does not capture `aten.nonzero.default`"
+    )
+    assert short_reason(backend.format("an error. Adding a graph break.")) == (
+        "Backend compiler `<GraphBackend object>` failed with an error. Adding a graph break"
+    )
     assert joined_reasons(["a", "b", "a", "c", "d", "e"]) == "a; b; c; and 2 more"
 
 
