@@ -157,7 +157,7 @@ def _fit(module: Failing, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, dic
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("arrangement", "where", "error"), [*_cases()])
-def test_an_error_leaves_everything_as_it_was(
+def test_error_restores_module_and_trainer(
     arrangement: str, where: str, error: type[BaseException]
 ) -> None:
     module = Failing(where, error)
@@ -191,7 +191,7 @@ class _RaisingLater(pl.Callback):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("names", [["lossless", "monitor"], ["monitor", "remat"], ["u-muP"]])
 @pytest.mark.parametrize("where", ["setup", "step"])
-def test_a_callback_that_raises_when_it_is_told_of_an_error(names: list[str], where: str) -> None:
+def test_error_in_on_exception_restores_module(names: list[str], where: str) -> None:
     module = Failing(where)
     raising = _RaisingLater()
     callbacks = [raising, *(_MADE[name]() for name in names), _FailingCallback()]
@@ -206,7 +206,7 @@ def test_a_callback_that_raises_when_it_is_told_of_an_error(names: list[str], wh
 @pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("names", [["lossless", "monitor"], ["monitor", "remat"]])
-def test_a_search_for_a_rate_that_fails(names: list[str]) -> None:
+def test_failed_learning_rate_search_restores_module(names: list[str]) -> None:
     """Lightning takes the callbacks out of the Trainer for it, and leaves them out."""
     module = Failing("step")
     module.lr = 1e-3
@@ -239,7 +239,7 @@ class _Wrapping(pl.Callback):
 @pytest.mark.parametrize("undo", ["kept", "removed", "put back"])
 @pytest.mark.parametrize("names", [["lossless", "monitor"], ["monitor", "remat"]])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_a_step_that_someone_else_has_put_over_ours(
+def test_training_step_wrapped_by_other_callback(
     undo: str, names: list[str], is_first: bool
 ) -> None:
     results = []
@@ -271,7 +271,7 @@ class _Nested(pl.Callback):
         assert not has_torchs_own_kernels()  # those of the outer run
 
 
-def test_trainers_one_after_another_and_one_within_another() -> None:
+def test_consecutive_and_nested_trainers_restore_module() -> None:
     module = Failing(None)
     callbacks: list[pl.Callback] = [UnitScaleCallback(), ScaleMonitor(every_n_steps=1)]
     before = of_run(module)

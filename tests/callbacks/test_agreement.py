@@ -455,7 +455,9 @@ def _train(
         for precision in PRECISIONS
     ],
 )
-def test_units_of_matmuls(make: type[Module], precision: str, tmp_path: Path) -> None:
+def test_monitor_and_explain_show_same_units(
+    make: type[Module], precision: str, tmp_path: Path
+) -> None:
     for name, options in FORMATS.items():
         if name.startswith("fp8") and precision == "64-true":
             continue  # refused
@@ -492,7 +494,7 @@ def test_units_of_matmuls(make: type[Module], precision: str, tmp_path: Path) ->
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("options", [{"method": "unit-scaling"}, {"remat": "min_cut"}], ids=str)
 @pytest.mark.parametrize("make", [Layers, Convolutions, FusedAttention, Checkpointed])
-def test_units_in_captured_graphs(
+def test_operands_in_captured_graphs_are_near_unit_scale(
     make: type[Module], options: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
     for name, formats in FORMATS.items():

@@ -38,7 +38,7 @@ from tests.callbacks.modules import Regression
 from tests.callbacks.runs import loader, run
 
 
-def test_nothing_is_wrong() -> None:
+def test_healthy_run_has_no_alerts() -> None:
     monitor = ScaleMonitor(every_n_steps=2, on_violation="raise")
     trainer, warned = train(monitor)
     assert trainer.global_step == NUM_STEPS
@@ -53,7 +53,7 @@ class Offset(Stack):
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_size_of_a_loss_is_no_violation(accumulate: int) -> None:
+def test_large_loss_is_not_a_violation(accumulate: int) -> None:
     monitor = ScaleMonitor(every_n_steps=1)
     options = {"max_steps": 3, "accumulate_grad_batches": accumulate}
     run(Offset, [monitor], data=lambda: loader(192), **options)
@@ -63,7 +63,7 @@ def test_the_size_of_a_loss_is_no_violation(accumulate: int) -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_is_named(tmp_path: Path) -> None:
+def test_overflow_alert_has_tensor_and_step(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, "run")
     monitor = ScaleMonitor(every_n_steps=5, on_violation="warn")
     # Two steps later the loss is NaN.
@@ -100,7 +100,7 @@ def test_an_overflow_is_named(tmp_path: Path) -> None:
     assert "step 10: blocks.1.up.weight" in report.page.read_text()
 
 
-def test_a_nan_is_named() -> None:
+def test_nan_alert_has_tensor_and_step() -> None:
     monitor = ScaleMonitor(every_n_steps=5)
     _, warned = train(monitor, nan_bias)
     (alert,) = monitor.alerts
@@ -110,7 +110,7 @@ def test_a_nan_is_named() -> None:
     assert "blocks.1.down.bias" in message and "1 NaN among 16 elements" in message
 
 
-def test_a_nan_in_a_gradient_names_the_last_tensor() -> None:
+def test_nan_in_gradient_is_attributed_to_last_tensor() -> None:
     class Broken(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def test_a_nan_in_a_gradient_names_the_last_tensor() -> None:
     assert len(raised.value.alert.inputs) == 1
 
 
-def test_a_loss_that_is_nan_in_between_has_the_next_step_sampled() -> None:
+def test_nan_loss_between_samples_samples_next_step() -> None:
     monitor = ScaleMonitor(every_n_steps=7, on_violation="warn")
     train(monitor, nan_bias)
     assert [one.step for one in monitor.snapshots] == [0, 1, 7, FAULT_STEP + 1, 14, NUM_STEPS - 1]
@@ -142,7 +142,7 @@ def test_a_loss_that_is_nan_in_between_has_the_next_step_sampled() -> None:
     assert (first.kind, first.step) == ("nonfinite", FAULT_STEP + 1)
 
 
-def test_a_last_step_that_is_not_sampled() -> None:
+def test_nan_loss_at_last_unsampled_step_is_reported() -> None:
     monitor = ScaleMonitor(every_n_steps=7, on_violation="warn")
 
     class Stop(pl.Callback):
@@ -154,7 +154,7 @@ def test_a_last_step_that_is_not_sampled() -> None:
     assert "step 18: loss" in warned[0]
 
 
-def test_stop_ends_the_training_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_stop_ends_training_and_saves_checkpoint(tmp_path: Path) -> None:
     monitor = ScaleMonitor(every_n_steps=5, on_violation="stop")
     checkpoint = ModelCheckpoint(tmp_path)
     trainer, warned = train(monitor, overflow, others=[checkpoint], enable_checkpointing=True)
@@ -165,7 +165,7 @@ def test_stop_ends_the_training_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert not hasattr(trainer.lightning_module.training_step, "__wrapped__")
 
 
-def test_raise_tells_what_and_where(tmp_path: Path) -> None:
+def test_raised_violation_has_step_and_tensor(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, "run")
     monitor = ScaleMonitor(every_n_steps=1, on_violation="raise")
     with pytest.raises(ScaleViolation, match=r"step 10: blocks\.1\.down\.bias") as raised:
@@ -185,7 +185,7 @@ def test_raise_tells_what_and_where(tmp_path: Path) -> None:
     assert found.history("forward").steps[-1] == FAULT_STEP
 
 
-def test_none_is_silent() -> None:
+def test_no_action_records_alerts_without_warning() -> None:
     monitor = ScaleMonitor(every_n_steps=5, on_violation=None)
     _, warned = train(monitor, nan_bias)
     assert warned == [] and len(monitor.alerts) == 1
@@ -195,7 +195,7 @@ def test_none_is_silent() -> None:
     assert [one.step for one in monitor.snapshots] == [0, 1, 7, 14, NUM_STEPS - 1]
 
 
-def test_thresholds_of_a_users_format() -> None:
+def test_thresholds_of_custom_format() -> None:
     formats = {"E3M2": {"flushed": 0.2}, "FP16": 1.0}
     monitor = ScaleMonitor(every_n_steps=1, on_violation="warn", thresholds=formats)
     _, (message,) = train(monitor, max_steps=1)
@@ -215,7 +215,7 @@ def test_thresholds_of_a_users_format() -> None:
         assert message.endswith(f"and {len(expected) - 8} more")
 
 
-def test_a_mask_of_infinities_is_no_violation() -> None:
+def test_infinite_mask_is_not_a_violation() -> None:
     class Masked(Regression):
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
@@ -234,7 +234,7 @@ def test_a_mask_of_infinities_is_no_violation() -> None:
     assert infinite and not monitor.alerts
 
 
-def test_infinite_gradients_belong_to_the_loss_scaler() -> None:
+def test_infinite_gradients_with_loss_scaler_are_ignored() -> None:
     def module() -> pl.LightningModule:
         return Regression(norm=False)
 
@@ -250,7 +250,7 @@ _NO_OVERFLOW = {"E4M3FN": {"overflow": 0.0}}
 
 
 @pytest.mark.slow
-def test_unit_scaled_tensors_are_judged_as_stored() -> None:
+def test_thresholds_apply_to_stored_values() -> None:
     class Large(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x * 2.0**20) * 2.0**-20)
@@ -265,7 +265,7 @@ def test_unit_scaled_tensors_are_judged_as_stored() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_units_are_measured_in_is_not_judged_by_formats() -> None:
+def test_format_thresholds_skip_steps_that_measure_units() -> None:
     class Manual(Regression):
         def __init__(self) -> None:
             super().__init__()
@@ -299,14 +299,14 @@ def test_accumulated_batches_are_one_sample() -> None:
     assert taken.statistics("first.linear").numel == 2 * 4 * 16  # type: ignore[union-attr]
 
 
-def test_a_second_fit_begins_anew() -> None:
+def test_second_fit_keeps_alerts_and_reports_again() -> None:
     monitor = ScaleMonitor(every_n_steps=1, on_violation="warn")
     for number in (1, 2):
         train(monitor, nan_bias, at=1, max_steps=3)
         assert [one.step for one in monitor.alerts] == [1] * number
 
 
-def test_the_module_is_as_before_when_it_raised() -> None:
+def test_raised_violation_restores_module() -> None:
     monitor = ScaleMonitor(every_n_steps=1, on_violation="raise")
     module = Stack(nan_bias, 0)
     trainer = pl.Trainer(
@@ -319,7 +319,7 @@ def test_the_module_is_as_before_when_it_raised() -> None:
     assert "training_step" not in module.__dict__
 
 
-def test_a_function_gets_the_new_alerts_of_a_step() -> None:
+def test_function_is_called_with_new_alerts() -> None:
     calls: list[tuple[Any, ...]] = []
     monitor = ScaleMonitor(every_n_steps=5, on_violation=calls.append)
     trainer, warned = train(monitor, overflow)
@@ -329,7 +329,7 @@ def test_a_function_gets_the_new_alerts_of_a_step() -> None:
     assert calls[0][0].tensor == "blocks.1.up.weight"
 
 
-def test_what_a_function_raises_ends_the_training(tmp_path: Path) -> None:
+def test_error_in_function_ends_training(tmp_path: Path) -> None:
     class Mine(Exception):
         pass
 
@@ -345,13 +345,13 @@ def test_what_a_function_raises_ends_the_training(tmp_path: Path) -> None:
     assert found.history("forward").steps[-1] == FAULT_STEP
 
 
-def test_a_function_that_takes_no_alerts() -> None:
+def test_function_without_argument_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"^on_violation=.*: it cannot be called with one argument"):
         ScaleMonitor(on_violation=lambda: None)  # type: ignore[arg-type]
     ScaleMonitor(on_violation=print)
 
 
-def test_a_tensor_without_a_unit_is_not_judged() -> None:
+def test_tensor_without_unit_has_no_format_alerts() -> None:
     """It is all zero when first met, and has a unit one step after it is not."""
     snapshot = ScaleSnapshot(
         0,

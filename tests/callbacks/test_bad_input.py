@@ -59,7 +59,7 @@ HOW_COMPILED = pytest.mark.parametrize("how", ["torch.compile", "module.compile"
 
 
 @HOW_COMPILED
-def test_a_module_that_is_compiled_already_cannot_be_rewritten(how: str) -> None:
+def test_remat_of_compiled_module_is_an_error(how: str) -> None:
     module = Regression()
     with pytest.raises(MisconfigurationException, match="is compiled already") as raised:
         _fit(_compiled(module, how), UnitScaleCallback(remat="min_cut"))
@@ -68,7 +68,7 @@ def test_a_module_that_is_compiled_already_cannot_be_rewritten(how: str) -> None
 
 
 @HOW_COMPILED
-def test_a_module_that_is_compiled_already(how: str) -> None:
+def test_compiled_module_has_bits_of_plain_run(how: str) -> None:
     weights = []
     for callbacks in ([], [UnitScaleCallback()]):
         pl.seed_everything(1, verbose=False)
@@ -91,7 +91,7 @@ def _assert_not_captured(module: pl.LightningModule) -> None:
     assert "log" not in module.__dict__
 
 
-def test_no_logger_is_one_warning() -> None:
+def test_missing_logger_warns_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         monitor = ScaleMonitor()
@@ -104,7 +104,7 @@ def test_no_logger_is_one_warning() -> None:
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}])
-def test_a_mode_without_loggers_is_no_reason_to_warn(options: dict[str, Any]) -> None:
+def test_trainer_mode_without_loggers_does_not_warn(options: dict[str, Any]) -> None:
     kept = {} if "barebones" not in options else {"accelerator": "cpu", "devices": 1}
     base = kept or {**QUIET}
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ def _out_of_sight(self: Any, batch: Any) -> Any:
     return self.loss(batch)
 
 
-def test_a_step_that_cannot_be_captured_at_all() -> None:
+def test_uncapturable_step_runs_with_one_warning() -> None:
     make = regression_with(_opaque, opaque=_out_of_sight)
     results = []
     for callbacks in ([], [UnitScaleCallback(remat="min_cut"), ScaleMonitor(every_n_steps=1)]):
@@ -218,13 +218,13 @@ def test_matmuls_need_no_capture() -> None:
         (lambda: ScaleMonitor(thresholds={"FP16": 0.1, "half": 0.1}), ValueError),
     ],
 )
-def test_arguments(make: Any, error: type[Exception]) -> None:
+def test_bad_arguments_are_an_error(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as raised:
         make()
     assert re.search(r"^\w+=.+: .+. Expected .+", str(raised.value)), raised.value
 
 
-def test_before_any_step(tmp_path: Path) -> None:
+def test_explain_and_table_before_first_step(tmp_path: Path) -> None:
     assert "No step has run yet" in UnitScaleCallback().explain()
     assert not UnitScaleCallback().gauge and not UnitScaleCallback().coverage.counts
     assert UnitScaleCallback().state_dict() == {}
@@ -235,7 +235,7 @@ def test_before_any_step(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_no_optimizer_and_no_parameter() -> None:
+def test_module_without_optimizer_and_parameters() -> None:
     class Empty(pl.LightningModule):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             batch[0] @ batch[0].T

@@ -71,7 +71,7 @@ class _Seen:
 
 
 @PACKAGES
-def test_metrics(name: str) -> None:
+def test_scales_are_in_callback_metrics(name: str) -> None:
     package = import_module(name)
     monitor, seen = ScaleMonitor(every_n_steps=3, on_violation=None), _Seen(package)
     trainer = _fit(package, [monitor, seen], max_steps=10)
@@ -115,7 +115,7 @@ def test_early_stopping(name: str) -> None:
 
 
 @PACKAGES
-def test_checkpoints_of_the_best_scales(name: str, tmp_path: Path) -> None:
+def test_model_checkpoint_monitors_scales(name: str, tmp_path: Path) -> None:
     package = import_module(name)
     checkpoint = package.callbacks.ModelCheckpoint(
         tmp_path,

@@ -59,7 +59,7 @@ def _start(entry: str, callbacks: list[Any], path: Path) -> tuple[Any, Any]:
     ("trained", "method"),
     [("u-mup", "lossless"), ("u-mup", "unit-scaling"), ("unit-scaling", "u-mup")],
 )
-def test_another_method_is_refused(
+def test_checkpoint_of_other_method_is_an_error(
     entry: str, trained: str, method: Any, checkpoints: dict[str, Path]
 ) -> None:
     expected = f"^method='{method}': .* trained with method='{trained}', .*. Expected .*. Pass"
@@ -68,7 +68,9 @@ def test_another_method_is_refused(
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "load_from_checkpoint"])
-def test_without_the_callback_it_is_refused(entry: str, checkpoints: dict[str, Path]) -> None:
+def test_rule_based_checkpoint_without_callback_is_an_error(
+    entry: str, checkpoints: dict[str, Path]
+) -> None:
     expected = re.escape("trained with UnitScaleCallback('u-mup'): pass ckpt_path to a Trainer")
     with pytest.raises(RuntimeError, match=f"(?s)loading state_dict for Classifier.*{expected}"):
         if entry == "load_from_checkpoint":
@@ -77,14 +79,14 @@ def test_without_the_callback_it_is_refused(entry: str, checkpoints: dict[str, P
             _start(entry, [], checkpoints["u-mup"])
 
 
-def test_whoever_loads_it_all_the_same_is_told(checkpoints: dict[str, Path]) -> None:
+def test_non_strict_load_without_callback_warns(checkpoints: dict[str, Path]) -> None:
     with pytest.warns(UserWarning, match=r"UnitScaleCallback\('u-mup'\)"):
         Classifier.load_from_checkpoint(checkpoints["u-mup"], strict=False)
 
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("when", ["", " afterwards"])
-def test_a_checkpoint_of_weights_alone(when: str, checkpoints: dict[str, Path]) -> None:
+def test_weights_only_checkpoint_needs_same_method(when: str, checkpoints: dict[str, Path]) -> None:
     path = checkpoints[f"u-mup, weights{when}"]
     with pytest.raises(RuntimeError, match="UnitScaleCallback\\('u-mup'\\)"):
         _start("validate", [], path)
@@ -96,7 +98,7 @@ def test_a_checkpoint_of_weights_alone(when: str, checkpoints: dict[str, Path]) 
 
 
 @pytest.mark.slow
-def test_a_run_by_rules_goes_on(checkpoints: dict[str, Path]) -> None:
+def test_rule_based_run_resumes(checkpoints: dict[str, Path]) -> None:
     module, _ = _start("fit", [unit_scale("u-mup")], checkpoints["u-mup"])
     assert "on_load_checkpoint" not in vars(module)
 
@@ -109,7 +111,7 @@ class Signing(Classifier):
 
 
 @pytest.mark.slow
-def test_copies_of_a_trained_module_mark_their_own_checkpoints() -> None:
+def test_copies_of_rule_based_module_mark_their_checkpoints() -> None:
     module, callback = Signing(), unit_scale("u-mup")
     for _ in range(2):
         fit(module, callback, max_steps=1)
@@ -122,7 +124,7 @@ def test_copies_of_a_trained_module_mark_their_own_checkpoints() -> None:
 
 
 @pytest.mark.slow
-def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, Path]) -> None:
+def test_lossless_checkpoint_resumed_by_rules_warns(checkpoints: dict[str, Path]) -> None:
     expected = r"^method='u-mup': .* trained with method='lossless'. .*. Expected .*. To continue"
     with pytest.warns(UserWarning, match=expected):
         _start("fit", [unit_scale("u-mup")], checkpoints["lossless"])
@@ -130,7 +132,7 @@ def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, P
     _start("validate", [unit_scale("u-mup")], checkpoints["lossless"])
 
 
-def test_a_lossless_checkpoint_is_plain(checkpoints: dict[str, Path]) -> None:
+def test_lossless_checkpoint_loads_without_callback(checkpoints: dict[str, Path]) -> None:
     for saved in ("lossless", "lossless, weights", "lossless, weights afterwards"):
         found = torch.load(checkpoints[saved], weights_only=True)["state_dict"]
         assert set(found) == set(Classifier().state_dict())
@@ -138,7 +140,7 @@ def test_a_lossless_checkpoint_is_plain(checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_modules_own_hooks_are_called(tmp_path: Path) -> None:
+def test_checkpoint_hooks_of_module_are_called(tmp_path: Path) -> None:
     class Keeping(Classifier):
         def on_save_checkpoint(self, checkpoint: Any) -> None:
             # Such as one that leaves out what is frozen.
@@ -163,7 +165,7 @@ def test_the_modules_own_hooks_are_called(tmp_path: Path) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("is_first", [False, True])
-def test_averaged_weights_are_marked_and_the_others_resumed(is_first: bool, tmp_path: Path) -> None:
+def test_averaged_weights_are_marked_and_run_resumes(is_first: bool, tmp_path: Path) -> None:
     def callbacks() -> list[pl.Callback]:
         pair = [unit_scale("u-mup"), EMAWeightAveraging(decay=0.9)]
         return pair if is_first else pair[::-1]

@@ -122,7 +122,7 @@ def module(package: str) -> Any:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_callbacks_that_contradict_each_other(name: str, package: str) -> None:
+def test_conflicting_callbacks_are_an_error(name: str, package: str) -> None:
     make, parts = CONTRADICTIONS[name]
     trained = module(package)
     before = dict(vars(trained))
@@ -138,7 +138,7 @@ def test_callbacks_that_contradict_each_other(name: str, package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_a_trainer_with_two_states_is_not_made(name: str, package: str) -> None:
+def test_trainer_with_duplicate_state_keys_is_an_error(name: str, package: str) -> None:
     """Lightning compares the states' keys by then, in an error that does not say what to do."""
     make, _ = CONTRADICTIONS[name]
     if any(isinstance(one, UnitScaleCallback) for one in make()):
@@ -148,14 +148,14 @@ def test_a_trainer_with_two_states_is_not_made(name: str, package: str) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", TOGETHER)
-def test_callbacks_that_go_together(name: str) -> None:
+def test_compatible_callbacks_run_together(name: str) -> None:
     options = {**QUIET, "max_steps": 1, "logger": MemoryLogger()}
     pl.Trainer(callbacks=TOGETHER[name](), **options).fit(Regression(), loader())
 
 
 # Of its own class, and of one that it derives from, Lightning takes the module's callback alone.
 @pytest.mark.parametrize("name", ["two budgets", "two budgets, reversed", "two modes of Inductor"])
-def test_callbacks_that_a_module_brings_itself(name: str) -> None:
+def test_callbacks_from_configure_callbacks(name: str) -> None:
     make, parts = CONTRADICTIONS[name]
     first, *others = make()
 
@@ -171,7 +171,9 @@ def test_callbacks_that_a_module_brings_itself(name: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("kind", [UnitScaleCallback, ScaleMonitor, RematCallback, _OwnMonitor])
 @pytest.mark.parametrize("others", [list, lambda: [UnitScaleCallback()], lambda: [ScaleMonitor()]])
-def test_the_class_in_place_of_an_instance(kind: Any, others: Any, package: str) -> None:
+def test_callback_class_instead_of_instance_is_an_error(
+    kind: Any, others: Any, package: str
+) -> None:
     with pytest.raises(MisconfigurationException) as raised:
         trainer(package, [*others(), kind]).fit(module(package), loader())
     name = kind.__name__
@@ -243,7 +245,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_contradict_each_other(name: str) -> None:
+def test_conflicting_options_are_an_error(name: str) -> None:
     make, parts = OPTIONS[name]
     with pytest.raises(ValueError, match=r".+: .+. Expected .+\. .+\.$") as raised:
         make()

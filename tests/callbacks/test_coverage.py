@@ -52,7 +52,7 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.message for one in caplog.records if one.message.startswith("UnitScaleCallback")]
 
 
-def test_one_line_after_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_coverage_is_logged_after_first_step(caplog: pytest.LogCaptureFixture) -> None:
     counted: list[int] = []
 
     class Lines(pl.Callback):
@@ -75,7 +75,7 @@ def test_one_line_after_the_first_step(caplog: pytest.LogCaptureFixture) -> None
     assert warned == []
 
 
-def test_plain_matmuls_are_warned_of_once_with_their_modules() -> None:
+def test_unscaled_matmuls_warn_once_with_modules() -> None:
     callback = UnitScaleCallback()
     _, warned = _warnings(Recurrent, callback, max_steps=4)
     (warning,) = warned
@@ -89,7 +89,7 @@ def test_plain_matmuls_are_warned_of_once_with_their_modules() -> None:
     assert {"first", "second", "readout"} <= {one.module for one in callback.coverage.counts}
 
 
-def test_a_small_recurrent_layer_is_told_without_a_warning(
+def test_small_unscaled_fraction_is_logged_without_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Mostly(Recurrent):
@@ -109,7 +109,7 @@ def test_a_small_recurrent_layer_is_told_without_a_warning(
     assert re.search(r" matmuls scaled \(9\d\.?\d* % of their FLOPs\); .* % unscaled: ", line)
 
 
-def test_the_same_bits_with_a_recurrent_layer() -> None:
+def test_recurrent_layer_is_bit_identical() -> None:
     with pytest.warns(UserWarning, match="Unscaled matmuls are in recurrent"):
         _, callbacks = assert_same_run(Recurrent, lambda: [UnitScaleCallback()])
     assert unit_scale_of(callbacks).coverage.num_in_units == 9
@@ -140,7 +140,7 @@ class Quantized(Regression):
         return self.second(_InIntegers.apply(self.first(x), self.middle))
 
 
-def test_matmuls_of_integers_are_told() -> None:
+def test_integer_matmuls_are_reported() -> None:
     with pytest.warns(UserWarning, match="unscaled: a matmul of integers"):
         _, callbacks = assert_same_run(Quantized, lambda: [UnitScaleCallback()])
     (plain,) = [one for one in unit_scale_of(callbacks).coverage.counts if one.kind == "plain"]
@@ -159,7 +159,7 @@ class Fourier(Regression):
 
 
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}])
-def test_complex_matmuls_are_told(options: dict[str, Any]) -> None:
+def test_complex_matmuls_are_reported(options: dict[str, Any]) -> None:
     callback = UnitScaleCallback(**options)
     _, (warning,) = _warnings(Fourier, callback, max_steps=4)
     # The batch needs no gradient.
@@ -182,7 +182,7 @@ class Widened(Regression):
         return super().forward(x + added)
 
 
-def test_matmuls_with_a_type_of_their_own_are_told() -> None:
+def test_matmuls_with_other_result_dtype_are_reported() -> None:
     def widened(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.bmm(a[None].to(dtype), b[None].to(dtype))[0]
 
@@ -196,7 +196,7 @@ def test_matmuls_with_a_type_of_their_own_are_told() -> None:
         library._destroy()
 
 
-def test_no_matrix_matmul_at_all() -> None:
+def test_step_without_matmuls_has_empty_coverage() -> None:
     class Elementwise(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return x[:, :2] * self.second.bias
@@ -208,7 +208,7 @@ def test_no_matrix_matmul_at_all() -> None:
     assert "training_step: no matmul ran" in callback.explain()
 
 
-def test_every_step_has_its_line_in_explain() -> None:
+def test_explain_has_line_for_every_step() -> None:
     callback = UnitScaleCallback(simulate="fp8")
     assert callback.coverage == Coverage()
     run(Evaluated, [callback], max_steps=4, entry_options={"val_dataloaders": loader(4)})
@@ -254,7 +254,7 @@ def _coverage_of_prediction(callback: UnitScaleCallback) -> tuple[Tensor, Covera
     return predicted, callback.coverage
 
 
-def test_rounding_opens_fused_layers_in_evaluation() -> None:
+def test_rounding_decomposes_fused_layers_in_evaluation() -> None:
     plain = _predicted()
     rounded, coverage = _coverage_of_prediction(UnitScaleCallback(simulate="fp8"))
     # Of each layer: into and out of attention, its two matmuls or the fused one, and two more.
@@ -271,7 +271,7 @@ def test_rounding_opens_fused_layers_in_evaluation() -> None:
     assert_same_bits(rounded, unfused)
 
 
-def test_an_evaluation_that_rounds_nothing_keeps_its_fused_layers() -> None:
+def test_lossless_evaluation_keeps_fused_layers() -> None:
     plain = _predicted()
     callback = UnitScaleCallback()
     with warnings.catch_warnings():
@@ -336,7 +336,7 @@ class Checked(pl.Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}, {"simulate": "E2M1FN"}])
-def test_matmuls_of_an_optimizer_are_its_own(options: dict[str, Any]) -> None:
+def test_matmuls_of_optimizer_are_not_counted(options: dict[str, Any]) -> None:
     callback, checked = UnitScaleCallback(**options), Checked()
     run(lambda: Regression(_orthogonal), [callback], others=lambda: [checked], max_steps=4)
     assert checked.num_compared == 4
@@ -370,7 +370,7 @@ class Multiplying(threading.Thread):
 
 
 @pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"simulate": "E2M1FN"}])
-def test_matmuls_of_a_thread_that_loads_data_are_its_own(options: dict[str, Any]) -> None:
+def test_matmuls_of_data_loading_thread_are_not_counted(options: dict[str, Any]) -> None:
     thread = Multiplying()
     thread.within_step.set()
     thread.start()

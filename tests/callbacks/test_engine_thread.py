@@ -47,7 +47,7 @@ def _shown(trained: Run) -> list[Any]:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("method", "kind"), CASES)
-def test_the_engines_thread_changes_nothing(method: str, kind: str) -> None:
+def test_engine_thread_matches_calling_thread(method: str, kind: str) -> None:
     """Bits, coverage, explanations and scales are those of the calling thread."""
     here = run(MODULES[kind], METHODS[method]())
     with backward_on_engine_thread():

@@ -79,7 +79,7 @@ class FailsOnceInBackward(FailsOnce):
 
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("kind", [FailsOnce, FailsOnceLater, FailsOnceToRead, FailsOnceInBackward])
-def test_an_error_of_the_user_comes_once_and_at_its_time(kind: type[FailsOnce]) -> None:
+def test_user_error_is_raised_once_at_same_step(kind: type[FailsOnce]) -> None:
     found = []
     for callbacks in ([], [RematCallback("min_cut")]):
         made: list[FailsOnce] = []
@@ -106,6 +106,6 @@ class LooksUp(Regression):
             raise
 
 
-def test_a_lookup_that_raises_key_errors() -> None:
+def test_handled_key_errors_do_not_escape() -> None:
     ours = run(LooksUp, [UnitScaleCallback()], max_steps=1)
     assert_same_bits(ours.weights, run(LooksUp, max_steps=1).weights)

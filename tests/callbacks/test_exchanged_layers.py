@@ -51,7 +51,7 @@ class Exchanging(Classifier):
 
 @pytest.mark.parametrize("change", [new_readout, adapted])
 @pytest.mark.parametrize("method", ["unit-scaling", "u-mup"])
-def test_it_is_set_to_unit_scale(change: Callable[[Any], None], method: Any) -> None:
+def test_exchanged_layer_is_set_to_unit_scale(change: Callable[[Any], None], method: Any) -> None:
     module, callback = Exchanging(change), UnitScaleCallback(method)
     fit(module, callback, max_steps=6)
     name = "readout" if change is new_readout else "readout.1"
@@ -63,7 +63,7 @@ def test_it_is_set_to_unit_scale(change: Callable[[Any], None], method: Any) -> 
     assert plan.info.sigma == pytest.approx(1 / (3 * plan.info.fan_in) ** 0.5, rel=0.2)
 
 
-def test_its_rate_is_that_of_its_role() -> None:
+def test_exchanged_layer_has_rate_of_its_role() -> None:
     module = Exchanging(new_readout)
     fit(module, UnitScaleCallback("unit-scaling"), max_steps=4)
     sigma = plan_of(module).parameters["readout.weight"].info.sigma
@@ -73,7 +73,7 @@ def test_its_rate_is_that_of_its_role() -> None:
     assert float(step.abs().median()) == pytest.approx(1e-2 / sigma, rel=0.01)
 
 
-def test_between_two_fits() -> None:
+def test_layer_exchanged_between_fits() -> None:
     torch.manual_seed(0)
     module: Any = Classifier()
     fit(module, UnitScaleCallback("u-mup"), max_steps=3)
@@ -94,7 +94,7 @@ def test_between_two_fits() -> None:
         assert trained == [pytest.approx(1, rel=0.02), 0]
 
 
-def test_a_copy_of_the_trained_layer_stays_as_it_is() -> None:
+def test_copy_of_trained_layer_is_not_rescaled() -> None:
     torch.manual_seed(0)
     module: Any = Classifier()
     fit(module, UnitScaleCallback("u-mup"), max_steps=3)
@@ -120,7 +120,7 @@ class Adapter(nn.Module):
         return self.base_layer(x) + added
 
 
-def test_a_merged_adapter() -> None:
+def test_merged_adapter_is_an_error() -> None:
     module: Any = Classifier()
     module.readout = Adapter(module.readout)
 

@@ -38,11 +38,11 @@ from tests.callbacks.runs import run
         (RematCallback(0.5, compile=True), "RematCallback(budget=0.5, compile=True)"),
     ],
 )
-def test_a_repr_is_the_call(callback: Any, text: str) -> None:
+def test_repr_is_constructor_call(callback: Any, text: str) -> None:
     assert repr(callback) == text
 
 
-def test_one_format_may_be_a_string() -> None:
+def test_single_format_can_be_a_string() -> None:
     one, several = ScaleMonitor(formats="FP16", every_n_steps=1), ScaleMonitor(1, formats=["FP16"])
     for monitor in (one, several):
         run(Regression, [monitor], max_steps=1)
@@ -60,7 +60,7 @@ GAUGE = Gauge(
 )
 
 
-def test_the_units_by_module() -> None:
+def test_units_table_lists_modules() -> None:
     table = units_table(GAUGE)
     assert table is not None
     assert table.headers == ("module", "tensor", "operand units", "gradient")
@@ -102,7 +102,7 @@ def _warned(callbacks: list[Any], train: Callable[[Any], Any] | None = None) -> 
     ]
 
 
-def test_names_that_are_not_there_are_told_once() -> None:
+def test_unmatched_globs_warn_once() -> None:
     monitor = ScaleMonitor(1, include=["first.*", "sceond"], exclude="*.bais")
     first, second = _warned([monitor])
     assert first.startswith("ScaleMonitor: include='sceond': matches nothing. ")
@@ -111,7 +111,7 @@ def test_names_that_are_not_there_are_told_once() -> None:
     assert _warned([ScaleMonitor(1, include=["first.*"])]) == []
 
 
-def test_nothing_watched_is_told() -> None:
+def test_monitor_without_tensors_warns() -> None:
     (text,) = _warned([ScaleMonitor(1, include=["frist.*"])])
     assert "include='frist.*': matches nothing. " in text and "such as 'first'" in text
 
@@ -120,7 +120,7 @@ def _classify(callback: UnitScaleCallback) -> None:
     fit(Classifier(), callback, max_steps=2)
 
 
-def test_what_fp8_is_to_exclude_and_is_not_there() -> None:
+def test_unmatched_fp8_exclude_warns() -> None:
     fp8 = FP8(exclude=["blocks.0", "*.1.4"])
     outside, text = _warned([UnitScaleCallback(precision=fp8)], _classify)
     assert "run outside FP8: blocks.1.4 (name excluded); " in outside
@@ -132,7 +132,7 @@ def test_what_fp8_is_to_exclude_and_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("option", ["precision", "simulate"])
-def test_exemptions_that_match_nothing(option: str) -> None:
+def test_unmatched_exempt_glob_warns(option: str) -> None:
     exempt = [("blocks.0", "forward"), ("blocks.1.*", "forward")]
     options = FP8(exempt=exempt) if option == "precision" else Simulate(exempt=exempt)
     texts = _warned([UnitScaleCallback(**{option: options})], _classify)
@@ -146,7 +146,7 @@ def _rectify(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_function_to_replace_that_is_not_called() -> None:
+def test_replaced_function_that_is_not_called_warns() -> None:
     replaced = {F.gelu: _rectify, F.selu: F.relu}
     (text,) = _warned([UnitScaleCallback("u-mup", replace=replaced)], _classify)
     assert text.startswith("UnitScaleCallback: replace={selu: ...}: the step does not call it. ")

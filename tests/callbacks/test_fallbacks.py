@@ -285,7 +285,7 @@ def _assert_as_plain(kind: type[Noted], reason: str, callbacks: Sequence[pl.Call
         for kind in (*SEEN_BEFORE, *UNDONE, *LATER)
     ],
 )
-def test_it_has_the_bits_of_plain_and_is_warned_of_once(kind: type[Noted]) -> None:
+def test_uncaptured_step_is_bit_identical_and_warns_once(kind: type[Noted]) -> None:
     callback = RematCallback("min_cut")
     reason = {**SEEN_BEFORE, **UNDONE, **LATER}[kind]
     _assert_as_plain(kind, reason, [callback])
@@ -297,13 +297,13 @@ def test_it_has_the_bits_of_plain_and_is_warned_of_once(kind: type[Noted]) -> No
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("arrangement", list(CALLBACKS)[1:])
 @pytest.mark.parametrize("kind", [BackwardHook, GradientNoise, Penalized, Curved])
-def test_whatever_else_captures_it(kind: type[Noted], arrangement: str) -> None:
+def test_uncaptured_step_with_other_callbacks(kind: type[Noted], arrangement: str) -> None:
     reason = {**SEEN_BEFORE, **UNDONE}[kind]
     _assert_as_plain(kind, reason, CALLBACKS[arrangement]())
 
 
 @pytest.mark.slow
-def test_a_failing_backward_pass_is_undone() -> None:
+def test_failed_backward_pass_is_undone() -> None:
     CALLS.fails = False
     plain, _ = _run(FailsInBackward)
     CALLS.fails = True
@@ -315,12 +315,12 @@ def test_a_failing_backward_pass_is_undone() -> None:
     assert "the first backward pass fails" in said[0]
 
 
-def test_a_failing_capture_leaves_forward_mode() -> None:
+def test_failed_capture_exits_forward_mode_ad() -> None:
     callbacks = [RematCallback("min_cut"), ScaleMonitor(every_n_steps=2)]
     _assert_as_plain(ForwardMode, "captured, it fails", callbacks)
 
 
-def test_what_the_budget_means_is_said_in_the_same_warning() -> None:
+def test_fallback_warning_includes_budget() -> None:
     _, (said,) = _run(BackwardHook, [RematCallback("100KiB")])
     assert "without a plan: budget=102400 may not hold" in said
 
@@ -344,7 +344,9 @@ class BreaksInLoop(Noted):
         pytest.param(lambda: UnitScaleCallback("u-mup"), marks=pytest.mark.slow),
     ],
 )
-def test_the_monitor_shows_it(kind: type[Noted], other: Callable[[], pl.Callback]) -> None:
+def test_monitor_measures_uncaptured_step(
+    kind: type[Noted], other: Callable[[], pl.Callback]
+) -> None:
     plain, monitor = ScaleMonitor(every_n_steps=1), ScaleMonitor(every_n_steps=1)
     _run(kind, [plain])
     _, said = _run(kind, [other(), monitor])
@@ -382,12 +384,12 @@ class Wrong(Noted):
         return self.second(self.forward(batch[0])).square().mean()
 
 
-def test_an_error_of_the_user_is_raised_as_it_is() -> None:
+def test_user_error_is_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         run(Wrong, [RematCallback("min_cut")])
 
 
-def test_a_call_around_wrapped_numbers_is_undone_unless_it_writes_into_them() -> None:
+def test_trial_of_tensor_subclass_is_undone_unless_written() -> None:
     module = nn.Linear(2, 2)
     module.packed = nn.Parameter(Packed(torch.ones(3), torch.ones(())), requires_grad=False)
     trial = Trial(module)
@@ -407,7 +409,7 @@ class Quantized(Noted):
         return super().forward(x) * self.frozen.scale
 
 
-def test_a_module_that_could_not_be_moved_is_not_captured() -> None:
+def test_module_with_unmovable_state_is_not_captured() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(Quantized, [callback := RematCallback("min_cut")])

@@ -67,7 +67,7 @@ def _losses(callbacks: Any = (), make: Any = Tower, **options: Any) -> Tensor:
 
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
+def test_training_in_fp8_is_close_to_plain_training(precision: Any) -> None:
     plugins: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -86,7 +86,7 @@ def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "gradient"), [("E4M3FN", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2)]
 )
-def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
+def test_dtypes_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
     """The layers have the operand and result types of autocast."""
     seen: set[tuple[torch.dtype, torch.dtype, torch.dtype]] = set()
     file = import_module("lightning_unitscale.functional.low_precision")
@@ -110,7 +110,7 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
 
 @pytest.mark.slow_cases
 @BOTH_WAYS
-def test_evaluation_monitor_and_drift(captured: dict[str, Any]) -> None:
+def test_evaluation_and_monitor_do_not_change_fp8(captured: dict[str, Any]) -> None:
     """Measuring or showing units changes no bit of FP8."""
     data = {"val_dataloaders": _data()}
     alone = _losses([UnitScaleCallback(**captured, precision="fp8", recalibrate=None)])
@@ -123,7 +123,7 @@ def test_evaluation_monitor_and_drift(captured: dict[str, Any]) -> None:
     assert torch.isfinite(done.metrics["val_loss"])
 
 
-def test_layers_that_fp8_does_not_fit_are_kept(tmp_path: Any) -> None:
+def test_layers_that_do_not_fit_stay_out_of_fp8(tmp_path: Any) -> None:
     def make() -> Tower:
         return Tower(outlier=1e6)
 
@@ -146,7 +146,7 @@ def test_layers_that_fp8_does_not_fit_are_kept(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
+def test_wide_range_gradients_use_e5m2(tmp_path: Any) -> None:
     class Uneven(Tower):
         """Nine samples of ten hardly count, from the fourth step on."""
 
@@ -188,7 +188,7 @@ def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_numbers_of_fp8_move_and_evaluation_does_not_move_them(tmp_path: Any) -> None:
+def test_moving_grid_moves_in_training_only(tmp_path: Any) -> None:
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 16:
@@ -238,7 +238,7 @@ def test_a_layer_that_stops_fitting_leaves_fp8(
 
 
 @pytest.mark.slow
-def test_what_is_excluded() -> None:
+def test_excluded_layers_stay_out_of_fp8() -> None:
     callback = UnitScaleCallback(precision="fp8")
     _losses([callback])
     # The head is the readout.
@@ -277,7 +277,7 @@ def test_what_is_excluded() -> None:
         "lm_head",
     ],
 )
-def test_names_that_u_mup_keeps(path: str) -> None:
+def test_names_that_u_mup_excludes_from_fp8(path: str) -> None:
     assert not NamePatterns(exclude=U_MUP_EXCLUDE).match_names(path)
 
 
@@ -290,7 +290,7 @@ def test_names_that_u_mup_runs_in_fp8(path: str) -> None:
     assert NamePatterns(exclude=U_MUP_EXCLUDE).match_names(path)
 
 
-def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_trainer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = object.__new__(TransformerEnginePrecision)
     trainer = pl.Trainer(accelerator="cpu", logger=False, barebones=True)
     trainer.strategy.precision_plugin = plugin
@@ -308,14 +308,14 @@ def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> 
         _losses([UnitScaleCallback(precision="fp8")])
 
 
-def test_settings_that_make_no_sense() -> None:
+def test_bad_gradient_format_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"gradient_format='FP16': no format of FP8 gradients. Expec"
     ):
         FP8(gradient_format="FP16")  # type: ignore[arg-type]
 
 
-def test_from_a_command_line() -> None:
+def test_fp8_options_from_command_line() -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(UnitScaleCallback, "callback")

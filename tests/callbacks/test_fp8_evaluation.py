@@ -60,7 +60,9 @@ def _data() -> Any:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_the_loss_is_that_of_the_checkpoint(precision: Any, tmp_path: Path) -> None:
+def test_validation_loss_matches_checkpoint_without_callback(
+    precision: Any, tmp_path: Path
+) -> None:
     callback = UnitScaleCallback(precision="fp8")
     trainer = _trainer(callback, precision=precision)
     trainer.fit(_module(), _data(), _data())
@@ -76,7 +78,7 @@ def test_the_loss_is_that_of_the_checkpoint(precision: Any, tmp_path: Path) -> N
     assert float(found) == expected["loss"]
 
 
-def test_evaluation_in_fp8() -> None:
+def test_evaluation_in_fp8_is_close_to_plain_evaluation() -> None:
     losses, texts = [], []
     for in_evaluation in (False, True):
         callback = UnitScaleCallback(precision=FP8(evaluation=in_evaluation))
@@ -92,7 +94,7 @@ def test_evaluation_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_an_evaluation_on_its_own(stage: str) -> None:
+def test_evaluation_without_fit(stage: str) -> None:
     """It has the bits of a run without the callback, no batch runs twice, and FP8 differs."""
     found = []
     for callbacks in (

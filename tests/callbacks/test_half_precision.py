@@ -68,7 +68,7 @@ def trained(optimizer: Any, precision: Any, *callbacks: pl.Callback) -> tuple[Ru
 @pytest.mark.parametrize(
     "optimizer", [momentum, adamw(1e-8), adamw(1e-4)], ids=["SGD", "eps=1e-8", "eps=1e-4"]
 )
-def test_the_bits_of_the_plain_run(optimizer: Any, precision: str) -> None:
+def test_half_precision_is_bit_identical(optimizer: Any, precision: str) -> None:
     plain, _ = trained(optimizer, precision)
     callback = UnitScaleCallback()
     found, _ = trained(optimizer, precision, callback)
@@ -88,7 +88,7 @@ def test_the_bits_of_the_plain_run(optimizer: Any, precision: str) -> None:
         (adamw(1e-8), "32-true", []),
     ],
 )
-def test_what_is_warned_of(optimizer: Any, precision: str, expected: list[str]) -> None:
+def test_half_precision_warnings(optimizer: Any, precision: str, expected: list[str]) -> None:
     _, found = trained(optimizer, precision, UnitScaleCallback())
     assert len(found) == len(expected), found
     for text, pattern in zip(found, expected, strict=True):
@@ -96,7 +96,7 @@ def test_what_is_warned_of(optimizer: Any, precision: str, expected: list[str]) 
             warnings.warn(text, stacklevel=1)
 
 
-def test_an_eps_of_one_group_and_of_others() -> None:
+def test_zero_eps_in_one_group_warns_once() -> None:
     def groups(module: Regression) -> Any:
         first = {"params": list(module.first.parameters()), "eps": 1e-4}
         second = {"params": list(module.second.parameters())}
@@ -114,7 +114,7 @@ def test_bf16_parameters_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert "update below 1/512 of a weight is lost" in text
 
 
-def test_an_evaluation_warns_of_nothing() -> None:
+def test_evaluation_in_half_precision_does_not_warn() -> None:
     make = partial(Evaluated, norm=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -123,7 +123,9 @@ def test_an_evaluation_warns_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_parameters_in_other_loops(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_parameter_dtype_is_reported_in_other_loops(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with (
@@ -146,7 +148,9 @@ def test_parameters_in_other_loops(dtype: torch.dtype, caplog: pytest.LogCapture
     ("eps", "dtype", "count"),
     [(1e-8, torch.float16, 1), (1e-4, torch.float16, 0), (1e-8, torch.float32, 0)],
 )
-def test_an_eps_in_other_loops(eps: float, dtype: torch.dtype, count: int, given: bool) -> None:
+def test_zero_eps_is_reported_in_other_loops(
+    eps: float, dtype: torch.dtype, count: int, given: bool
+) -> None:
     """Two optimizers step in turn, and a third has the parameters of another model."""
     model, other = Net().to(dtype), Net().half()
     halves = [list(model.up.parameters()), list(model.down.parameters())]
@@ -184,7 +188,7 @@ def _as_of_depth_all(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("captured", [{}, {"remat": "min_cut"}], ids=["dispatcher", "captured"])
-def test_a_checkpoint_of_depth_all(captured: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoint_of_depth_all_resumes(captured: dict[str, Any], tmp_path: Path) -> None:
     def trainer(steps: int, *callbacks: pl.Callback) -> pl.Trainer:
         return pl.Trainer(
             callbacks=list(callbacks),
@@ -227,7 +231,7 @@ def test_a_checkpoint_of_depth_all(captured: dict[str, Any], tmp_path: Path) -> 
     assert callback.state_dict()["depth"] == "products"
 
 
-def test_another_scale_is_resumed_as_ever(tmp_path: Path) -> None:
+def test_loss_scale_of_other_checkpoint_is_resumed(tmp_path: Path) -> None:
     """Only a checkpoint of ``depth="all"`` loses its gradient scaler."""
     pl.seed_everything(1, verbose=False)
     options = {"max_epochs": -1, **QUIET}
@@ -244,7 +248,7 @@ def test_another_scale_is_resumed_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", ["all", "some", None, 1])
-def test_another_depth_is_refused(depth: Any) -> None:
+def test_removed_depth_is_an_error(depth: Any) -> None:
     with pytest.raises(ValueError, match=DEPTH_ALL.replace("'all'", repr(depth))):
         UnitScaleCallback(depth=depth)
     with pytest.raises(ValueError, match=DEPTH_ALL.replace("'all'", repr(depth))):
@@ -252,9 +256,7 @@ def test_another_depth_is_refused(depth: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", ["all", "products"])
-def test_the_depth_in_a_yaml_file(
-    depth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_depth_from_yaml_file(depth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         "seed_everything: 1\ntrainer:\n  accelerator: cpu\n  logger: false\n  callbacks:\n"
@@ -281,7 +283,7 @@ class Empty(pl.LightningModule):
     """A module that a command line makes."""
 
 
-def test_a_bias_that_fp16_would_not_hold_in_units() -> None:
+def test_bias_that_overflows_when_scaled_is_unscaled() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(256, 64).half()
     with torch.no_grad():
@@ -295,7 +297,7 @@ def test_a_bias_that_fp16_would_not_hold_in_units() -> None:
 
 
 @pytest.mark.parametrize("how", ["mm", "addmm", "bmm", "baddbmm"])
-def test_sums_that_fit_as_they_are_fit_in_units(how: str) -> None:
+def test_sums_within_fp16_stay_finite_when_scaled(how: str) -> None:
     """When scaled, many aligned terms add up to more than FP16's maximum."""
 
     class Aligned(nn.Module):

@@ -55,7 +55,7 @@ def _watched(name: str) -> Any:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("method", ["unit-scaling", "u-mup", "lossless"])
 @pytest.mark.parametrize("name", LATE)
-def test_formats_train_as_fp32_does(name: str, method: str) -> None:
+def test_formats_train_like_fp32(name: str, method: str) -> None:
     make: Any = LATE[name]
     if method == "u-mup":
         rate = 0.3
@@ -78,7 +78,7 @@ def test_formats_train_as_fp32_does(name: str, method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LATE)
-def test_no_gradient_is_flushed_for_long(name: str) -> None:
+def test_late_gradients_are_flushed_for_one_step_at_most(name: str) -> None:
     wide, _ = _run(_watched(name))
     first = {fqn: _first(seen) for fqn, seen in wide.seen.items()}
     assert max(first.values()) > 0
@@ -95,7 +95,7 @@ def _first(seen: list[float]) -> int:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{}, *FORMATS.values()], ids=["FP32", *FORMATS])
 @pytest.mark.parametrize("name", LATE)
-def test_late_gradients_come_to_rms_1(name: str, options: Any) -> None:
+def test_late_gradients_are_scaled_to_rms_1(name: str, options: Any) -> None:
     module, _ = _run(_watched(name), **options)
     for fqn, seen in module.seen.items():
         at = _first(seen)
@@ -105,7 +105,7 @@ def test_late_gradients_come_to_rms_1(name: str, options: Any) -> None:
 
 
 @pytest.mark.slow
-def test_lossless_units_are_late_too() -> None:
+def test_lossless_late_units_in_captured_steps() -> None:
     module = LATE["zero head"]()
     callback = UnitScaleCallback(remat="min_cut", recalibrate=None)
     plain = LATE["zero head"]()
@@ -116,7 +116,7 @@ def test_lossless_units_are_late_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_tensor_that_stays_zero_is_named() -> None:
+def test_tensors_that_stay_zero_are_reported() -> None:
     class Dead(LATE["annealed loss"]):  # type: ignore[misc]
         def late_share(self, step: int) -> float:
             return 0.0
@@ -138,7 +138,7 @@ class _Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-def test_transforms(rounds: bool) -> None:
+def test_late_gradients_of_transforms_are_near_rms_1(rounds: bool) -> None:
     torch.manual_seed(0)
     model = unit_scale(_Adapted())
     if rounds:
@@ -190,7 +190,7 @@ def test_factors_of_late_gradients() -> None:
     assert torch.equal(late.grad, torch.ones(2))
 
 
-def test_rounding_errors_are_no_gradients() -> None:
+def test_rounding_errors_do_not_set_factors() -> None:
     gradients = ParameterGradients()
     gradients.start(num_accumulated=1)
     gradients.log2_factors["m.weight"] = 0

@@ -73,7 +73,7 @@ def train(
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("how", INTERRUPTED)
 @pytest.mark.parametrize("recalibrate", sampled(["auto", None], 2))
-def test_units_are_those_of_the_first_value(name: str, how: str, recalibrate: Any) -> None:
+def test_units_come_from_first_nonzero_value(name: str, how: str, recalibrate: Any) -> None:
     make, (num_parts, evaluates) = LATE[name], INTERRUPTED[how]
     options = {"num_parts": num_parts, "evaluates": evaluates}
     expected = train(make(), **options)
@@ -122,7 +122,7 @@ def test_units_follow_a_tensor_that_grows_from_zero(format: str) -> None:
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("how", INTERRUPTED)
 @pytest.mark.parametrize("format", ["simulated", "fp8"])
-def test_formats_lose_no_first_gradient(name: str, how: str, format: str) -> None:
+def test_formats_keep_first_nonzero_gradient(name: str, how: str, format: str) -> None:
     make, (num_parts, evaluates) = LATE[name], INTERRUPTED[how]
     options: Any = {"num_parts": num_parts, "evaluates": evaluates, "num_steps": 24}
     plain, _, expected = train(make(), **options)
@@ -144,7 +144,7 @@ def test_formats_lose_no_first_gradient(name: str, how: str, format: str) -> Non
     ],
     ids=["simulated", "fp8"],
 )
-def test_a_gradient_without_a_unit_is_not_rounded(options: Any, num_exact: int) -> None:
+def test_gradient_without_unit_is_not_rounded(options: Any, num_exact: int) -> None:
     """The operands of its layer, and the gradient there, do not depend on other layers."""
 
     class Alone(Annealed):
@@ -169,7 +169,7 @@ def test_a_gradient_without_a_unit_is_not_rounded(options: Any, num_exact: int) 
         assert 0.0 < error < 0.1
 
 
-def test_a_tensor_that_stays_zero_costs_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_tensor_is_measured_with_one_row_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     measure, count = Extent.of, 0
 
     def counted(tensor: Tensor, log2_unit: int = 0) -> Extent:
@@ -246,7 +246,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["ZeroHead", "Annealed", "LateExpert", "DeadLayer"])
 @pytest.mark.parametrize("how", TRAINERS)
-def test_in_a_trainer(name: str, how: str) -> None:
+def test_late_units_in_trainer(name: str, how: str) -> None:
     options, settings = TRAINERS[how]
 
     def fit(callbacks: list[Any]) -> Run:
@@ -277,7 +277,7 @@ def test_in_a_trainer(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_first_gradients_that_overflow(format: str) -> None:
+def test_overflowing_first_gradients_with_grad_scaler(format: str) -> None:
     """The scale of a ``GradScaler`` begins too high, so that the first steps are dropped."""
 
     def fit(callbacks: list[Any]) -> Run:
@@ -313,7 +313,7 @@ def test_first_gradients_that_overflow(format: str) -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["Lora", "Annealed", "LateExpert"])
-def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
+def test_resuming_after_any_step_is_bit_identical(name: str, format: str) -> None:
     """This includes the steps between the first nonzero value and its unit."""
 
     def part(state: dict[str, Any], start: int, stop: int) -> list[Tensor]:
@@ -346,7 +346,7 @@ def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("format", FORMATS)
-def test_transforms(name: str, format: str) -> None:
+def test_late_units_of_transforms(name: str, format: str) -> None:
     def losses(module: nn.Module) -> list[Tensor]:
         optimizer, found = optimizer_of(module), []
         for step, batch in enumerate(batches(16)):

@@ -129,7 +129,7 @@ class Broken(Net):
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"simulate": "fp8"}], ids=str)
 @pytest.mark.parametrize("make", [Decorated, ByFunction, ByPart, Broken])
 @pytest.mark.parametrize("is_compiled_before", [False, True])
-def test_what_users_compile_is_rounded_beyond_the_recompile_limit(
+def test_compiled_module_past_recompile_limit_is_rounded(
     make: type[Net], options: dict[str, Any], is_compiled_before: bool
 ) -> None:
     torch._dynamo.reset()
@@ -167,7 +167,7 @@ class LateNarrow(Narrow):
 _NARROW = "narrow (its 24 output features are not a multiple of 16, and padding would not pay)"
 
 
-def test_a_shape_is_warned_of_in_the_first_step() -> None:
+def test_unsupported_shape_warns_in_first_step() -> None:
     callback = UnitScaleCallback(precision="fp8")
     (warning,) = fit(Narrow(), batches(4, 4), callback)[1]
     assert "precision='fp8': 3 of 8 matmuls (" in warning
@@ -175,7 +175,7 @@ def test_a_shape_is_warned_of_in_the_first_step() -> None:
     assert callback.coverage.num_in_format == 5
 
 
-def test_losses_and_unscaled_matmuls_are_two_sentences() -> None:
+def test_warning_separates_unscaled_from_unrounded_matmuls() -> None:
     class Recurrent(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -188,7 +188,7 @@ def test_losses_and_unscaled_matmuls_are_two_sentences() -> None:
     assert re.search(r"run outside .*: rnn \(.*\)\. \d of \d matmuls scaled", warning)
 
 
-def test_coverage_that_falls_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_falling_coverage_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     callback = UnitScaleCallback(precision="fp8")
     with caplog.at_level(logging.INFO):
         (warning,) = fit(LateNarrow(), batches(4, 4, 4, 4, 3, 4), callback)[1]
@@ -200,7 +200,7 @@ def test_coverage_that_falls_is_warned_of_once(caplog: pytest.LogCaptureFixture)
     assert "outside FP8: its 24 output features" in callback.explain()
 
 
-def test_a_layer_that_loses_its_shape_for_a_step() -> None:
+def test_unsupported_shape_in_one_step_is_reported() -> None:
     """Decided by the weight that a step reads, not by the first one."""
 
     class Sliced(Net):
@@ -229,7 +229,7 @@ def test_a_layer_that_loses_its_shape_for_a_step() -> None:
         (lambda: Small(nn.Identity()), "no matmul ran"),
     ],
 )
-def test_fp8_that_rounds_nothing(
+def test_fp8_without_eligible_matmuls_warns(
     make: Callable[[], pl.LightningModule], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = UnitScaleCallback(precision="fp8")
@@ -242,7 +242,7 @@ def test_fp8_that_rounds_nothing(
 
 
 @pytest.mark.parametrize("option", ["precision", "simulate"])
-def test_a_first_batch_that_is_skipped(option: str) -> None:
+def test_skipped_first_batch_does_not_warn(option: str) -> None:
     class Skips(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             return None if batch_idx == 0 else self(batch).square().mean()
@@ -266,7 +266,7 @@ class Small(Net):
         return self.net(x * self.factor)
 
 
-def test_exclusions() -> None:
+def test_excluded_layers_are_reported() -> None:
     plain, _ = fit(Net(), batches(4, 4))
     callback = UnitScaleCallback(precision=FP8(exclude="down"))
     steps, (warning,) = fit(Net(), batches(4, 4), callback)
@@ -292,7 +292,7 @@ def test_exclusions() -> None:
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_an_evaluation_that_is_to_run_in_fp8(evaluation: bool) -> None:
+def test_evaluation_outside_fp8_warns_if_requested(evaluation: bool) -> None:
     callback = UnitScaleCallback(precision=FP8(evaluation=evaluation))
     trainer = pl.Trainer(callbacks=[callback], **QUIET)
     with warnings.catch_warnings(record=True) as caught:
@@ -387,7 +387,7 @@ def _uneven(share: float, starts: int) -> Uneven:
 
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"simulate": "fp8"}], ids=str)
 @pytest.mark.parametrize("starts", [0, 3])
-def test_what_is_flushed_is_reported_once_by_name(options: dict[str, Any], starts: int) -> None:
+def test_flushed_tensors_are_reported_once(options: dict[str, Any], starts: int) -> None:
     callback = UnitScaleCallback(**options, recalibrate=2)
     (warning,) = fit(_uneven(0.1875, starts), batches(*[64] * 9), callback)[1]
     assert f"training_step: flushed to zero at step {4 if starts else 0}: " in warning
@@ -414,20 +414,20 @@ class UnevenRows(Net):
         return self.down(F.linear(x, self.up.weight) / self.sizes)
 
 
-def test_blocks_are_judged_along_the_sums_of_a_matmul() -> None:
+def test_flush_of_block_formats_is_measured_along_reduction() -> None:
     assert fit(UnevenRows(), batches(64), UnitScaleCallback(simulate="MXFP8"))[1] == []
     # Without blocks, the small rows are indeed lost.
     (warning,) = fit(UnevenRows(), batches(64), UnitScaleCallback(simulate="E4M3FN"))[1]
     assert "weight (" in warning
 
 
-def test_nothing_is_reported_of_a_few_elements() -> None:
+def test_few_flushed_elements_are_not_reported() -> None:
     for options in ({"precision": "fp8"}, {"simulate": "fp8"}):
         callback = UnitScaleCallback(**options, recalibrate=2)
         assert fit(Net(), batches(*[64] * 5), callback)[1] == []
 
 
-def test_units_that_no_longer_fit_are_reported_at_the_next_look() -> None:
+def test_stale_units_are_reported_at_next_recalibration() -> None:
     class Fading(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * 2.0 ** (-14 * (self.global_step >= 1)))

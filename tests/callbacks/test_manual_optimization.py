@@ -149,7 +149,9 @@ KINDS = [Manual, Accumulating, Adversarial, Scheduled, Closing, OnTorch]
         (Adversarial, {"remat": "min_cut"}),
     ],
 )
-def test_manual_optimization(kind: type[Regression], captured: dict[str, Any]) -> None:
+def test_manual_optimization_is_bit_identical(
+    kind: type[Regression], captured: dict[str, Any]
+) -> None:
     _, callbacks = assert_same_run(
         kind,
         lambda: [UnitScaleCallback(**captured), both()[1]],

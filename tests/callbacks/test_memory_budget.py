@@ -62,7 +62,7 @@ def _assert_same_weights(module: nn.Module, other: nn.Module) -> None:
     ],
     ids=["plain", "accumulated", "mixed precision"],
 )
-def test_a_run_within_a_budget_is_the_same_run(options) -> None:
+def test_run_within_budget_has_same_weights(options) -> None:
     plain = _gpt()
     _fit(plain, _batches(), RematCallback(1.0), **options)
     planned, callback = _gpt(), RematCallback(0.75)
@@ -74,7 +74,7 @@ def test_a_run_within_a_budget_is_the_same_run(options) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.4, 1.0, "min", "min_cut"])
-def test_without_random_numbers_it_is_the_plain_run_and_its_peak_is_predicted(budget) -> None:
+def test_run_without_dropout_matches_plain_run_and_peak(budget) -> None:
     plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
     callback, logger = RematCallback(budget), MemoryLogger()
     _fit(plain, _batches())
@@ -91,7 +91,7 @@ def test_without_random_numbers_it_is_the_plain_run_and_its_peak_is_predicted(bu
     assert "measured" in callback.explain()
 
 
-def test_a_budget_in_bytes_is_kept() -> None:
+def test_measured_peak_is_within_budget_in_bytes() -> None:
     data, unplanned = DataLoader(_Wide(), batch_size=256), RematCallback(1.0)
     _fit(_Whole(), data, unplanned)
     assert unplanned.measured_peak_bytes is not None
@@ -102,7 +102,7 @@ def test_a_budget_in_bytes_is_kept() -> None:
     assert callback.measured_peak_bytes <= 1.005 * budget
 
 
-def test_a_budget_below_the_floor_names_the_floor() -> None:
+def test_budget_below_minimum_error_has_minimum() -> None:
     module = Regression()
     with pytest.raises(ValueError, match=r"smallest achievable peak is .* bytes\), in the"):
         _fit(module, loader(8), RematCallback(10))
@@ -110,7 +110,7 @@ def test_a_budget_below_the_floor_names_the_floor() -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+def test_resumed_run_has_same_weights(tmp_path: Path) -> None:
     whole = _gpt(dropout=0.0)
     _fit(whole, _batches(), RematCallback(0.75), max_epochs=2)
     first = _gpt(dropout=0.0)
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_plans_what_unit_scaling_made_and_the_monitor_sees() -> None:
+def test_plan_with_unit_scaling_and_monitor() -> None:
     plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
     _fit(plain, _batches())
     monitor = ScaleMonitor(every_n_steps=2)
@@ -141,7 +141,7 @@ class _Broken(Regression):
         return loss
 
 
-def test_a_fraction_holds_for_each_graph_of_a_step_that_breaks() -> None:
+def test_relative_budget_applies_to_each_graph() -> None:
     callback = RematCallback(1.0)
     _fit(_Broken(), loader(8), callback)
     assert len(callback.reports) == 2
@@ -154,7 +154,7 @@ class _Untrained(Regression):
         return self.second(self.first(x).relu()).square().mean()
 
 
-def test_the_only_part_that_trains_is_named_as_such() -> None:
+def test_warning_for_single_trained_part() -> None:
     with pytest.warns(
         UserWarning, match="captured in several parts, so budget=1.0 applies to the only"
     ):
@@ -198,7 +198,7 @@ class _Three(_Parts):
 
 
 @pytest.mark.slow
-def test_what_other_graphs_of_a_step_hold_is_counted() -> None:
+def test_peak_includes_memory_of_other_graphs() -> None:
     torch.manual_seed(0)
     callback = RematCallback(1.0)
     _fit(_Three(), DataLoader(_Wide(), batch_size=256), callback)
@@ -228,7 +228,7 @@ class _Manual(_Whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
-def test_it_plans_a_step_by_hand_after_unit_scaling_has_measured_it(order) -> None:
+def test_manual_step_is_planned_with_unit_scaling(order) -> None:
     results = []
     remat = RematCallback(0.8)
     for callbacks in ([], [UnitScaleCallback(), remat][::order]):
@@ -245,7 +245,7 @@ class _Validated(Regression):
 
 
 @pytest.mark.slow
-def test_a_break_elsewhere_does_not_stop_a_budget_in_bytes() -> None:
+def test_graph_break_in_other_step_allows_budget_in_bytes() -> None:
     module, callback = _Validated(dropout=0.0), RematCallback("1GiB")
     trainer = pl.Trainer(callbacks=[callback], max_epochs=1, **QUIET)
     trainer.fit(module, loader(8), loader(8))
@@ -253,7 +253,7 @@ def test_a_break_elsewhere_does_not_stop_a_budget_in_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_a_smaller_last_batch_has_a_plan_of_its_own() -> None:
+def test_smaller_last_batch_has_separate_plan() -> None:
     data = DataLoader(_Wide(1024 + 40), batch_size=256)
     torch.manual_seed(0)
     plain = _Whole()
@@ -275,7 +275,7 @@ class _Looping(Regression):
         return x.square().mean()
 
 
-def test_a_step_of_which_nothing_is_captured_goes_on_without_a_plan() -> None:
+def test_uncaptured_step_runs_without_plan() -> None:
     plain, planned, callback = _Looping(), _Looping(), RematCallback(0.8)
     planned.load_state_dict(plain.state_dict())
     _fit(plain, loader(8))
@@ -308,7 +308,7 @@ class _Custom(_Parts):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.7, "min_cut"])
-def test_the_gradient_of_a_function_of_the_user_is_his(budget) -> None:
+def test_custom_autograd_function_keeps_its_gradient(budget) -> None:
     data = DataLoader(_Wide(), batch_size=256)
     torch.manual_seed(0)
     plain = _Custom()
@@ -342,7 +342,7 @@ def test_shapes_that_depend_on_values_are_planned_in_parts() -> None:
 
 
 @pytest.mark.slow
-def test_bytes_are_refused_for_a_step_that_breaks() -> None:
+def test_budget_in_bytes_with_graph_break_is_an_error() -> None:
     with pytest.raises(ValueError, match="breaks into several graphs"):
         _fit(_Broken(), loader(8), RematCallback("1GiB"))
 
@@ -350,13 +350,13 @@ def test_bytes_are_refused_for_a_step_that_breaks() -> None:
 @pytest.mark.parametrize(
     "budget", ["a lot", 1.5, -0.1, float("nan"), -3, 0, True, "0 MiB", "minimum"]
 )
-def test_a_malformed_budget_is_refused(budget) -> None:
+def test_malformed_budget_is_an_error(budget) -> None:
     with pytest.raises(ValueError, match=r"budget=.*: not .*\. Expected bytes .*\. Pass ") as error:
         RematCallback(budget)
     assert "a float from 0.0 (the smallest peak" in str(error.value)
 
 
-def test_it_is_given_once() -> None:
+def test_two_remat_callbacks_are_an_error() -> None:
     with pytest.raises(MisconfigurationException, match="2 times"):
         _fit(_gpt(), _batches(), RematCallback(0.9), RematCallback(0.9))
 
@@ -396,7 +396,7 @@ def _sequences(*lengths: int) -> DataLoader:
 
 
 @pytest.mark.slow
-def test_batches_of_changing_lengths_share_a_plan() -> None:
+def test_variable_length_batches_share_plan() -> None:
     data = _sequences(20, 31, 17, 40, 25, 64, 12, 33, 52, 28)
     plain = _Lengths()
     planned, callback = copy.deepcopy(plain), RematCallback(0.9)
@@ -417,7 +417,7 @@ class _FeedForward(_Lengths):
 
 
 @pytest.mark.slow
-def test_bytes_are_kept_by_longer_batches_than_the_planned_one() -> None:
+def test_longer_batches_are_replanned_within_budget() -> None:
     unplanned = RematCallback(1.0)
     _fit(_FeedForward(), _sequences(200, 200, 200), unplanned)
     torch._dynamo.reset()
@@ -439,6 +439,6 @@ class _Unrolled(_Lengths):
 
 
 @pytest.mark.slow
-def test_it_warns_of_steps_that_are_planned_again_and_again() -> None:
+def test_repeated_planning_warns() -> None:
     with pytest.warns(UserWarning, match="captured and planned in 5 steps.*recompiles"):
         _fit(_Unrolled(), _sequences(5, 8, 4, 6, 9, 7), RematCallback(1.0))

@@ -83,7 +83,7 @@ def plain_run():
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
 @pytest.mark.parametrize("others", [one for one in OTHERS if one != "compiled"])
-def test_statistics_are_those_without_the_checkpoint(plain_run, kind, others):
+def test_statistics_match_run_without_checkpoint(plain_run, kind, others):
     plain, checked = plain_run(others), watched(kind, others)
     assert_same_bits(checked.outputs, plain.outputs)
     assert_same_bits(checked.weights, plain.weights)
@@ -91,7 +91,7 @@ def test_statistics_are_those_without_the_checkpoint(plain_run, kind, others):
 
 
 @pytest.mark.slow
-def test_compiled(torch_kernels):
+def test_compiled_statistics_match_lossless(torch_kernels):
     # No dropout: Inductor draws other random numbers.
     plain, checked = (
         watched("non-reentrant", others, rate=0.0) for others in ("lossless", "compiled")

@@ -31,7 +31,7 @@ def _events(folder: Path) -> EventAccumulator:
     return accumulator
 
 
-def test_how_to_open_the_scales_tab_is_logged_once(
+def test_scales_tab_instructions_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = ScaleMonitor(every_n_steps=1)
@@ -47,7 +47,7 @@ def test_how_to_open_the_scales_tab_is_logged_once(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_every_logger_on_the_step_axis_of_the_loss(accumulate: int, tmp_path: Path) -> None:
+def test_scales_share_step_axis_with_loss_in_every_logger(accumulate: int, tmp_path: Path) -> None:
     board, table = TensorBoardLogger(tmp_path, "board"), CSVLogger(tmp_path, "csv")
     memory = MemoryLogger()
     monitor = ScaleMonitor(every_n_steps=3)
@@ -106,7 +106,7 @@ def test_only_the_scales_tab(tmp_path: Path) -> None:
     assert [tag for tag in tags["tensors"] if tag.startswith("scales/forward/exponents/")]
 
 
-def test_an_unknown_choice_of_tabs() -> None:
+def test_unknown_tensorboard_tabs_are_an_error() -> None:
     expected = (
         r"tensorboard_tabs='none': not a choice. Expected 'scales', 'operands' or 'all'. Leave"
     )
@@ -132,7 +132,7 @@ def test_include_and_exclude(options: Any, inside: set[str], outside: set[str]) 
     assert not outside & names
 
 
-def test_nothing_left_to_watch() -> None:
+def test_monitor_without_matching_tensors_warns() -> None:
     monitor = ScaleMonitor(every_n_steps=1, include="no such tensor")
     with pytest.warns(UserWarning, match="include='no such tensor': matches nothing"):
         run(Regression, [monitor], max_steps=2)
@@ -140,7 +140,7 @@ def test_nothing_left_to_watch() -> None:
     assert "No step has been sampled" in monitor.table()
 
 
-def test_statistics_are_those_of_the_tensors() -> None:
+def test_statistics_match_weight_and_gradient() -> None:
     seen: dict[str, torch.Tensor] = {}
 
     class Seeing(Regression):
@@ -159,7 +159,7 @@ def test_statistics_are_those_of_the_tensors() -> None:
             assert found == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_gradients_are_shown_without_the_loss_scale() -> None:
+def test_gradients_exclude_loss_scale() -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     found = []

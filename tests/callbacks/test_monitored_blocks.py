@@ -59,7 +59,7 @@ def wide(*shape: int) -> Tensor:
     return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()
 
 
-def test_blocks_lie_along_the_sum_of_the_matmul() -> None:
+def test_blocks_run_along_reduction_dimension() -> None:
     torch.manual_seed(0)
     model, watcher = Matmuls(), StepWatcher(LAYOUT, lambda *_: True)
     x = wide(4, 16, 48)
@@ -100,7 +100,7 @@ def test_blocks_lie_along_the_sum_of_the_matmul() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_format_in_force_is_counted_in_its_units(accumulate: int, tmp_path: Path) -> None:
+def test_simulated_format_is_counted_in_scaled_values(accumulate: int, tmp_path: Path) -> None:
     monitor = ScaleMonitor(every_n_steps=1, formats=["FP16", "MXFP8"])
     callback = UnitScaleCallback(simulate="nvfp4")
     board = TensorBoardLogger(tmp_path, "board")
@@ -135,7 +135,7 @@ def test_the_format_in_force_is_counted_in_its_units(accumulate: int, tmp_path: 
     )
 
 
-def test_the_scale_of_a_tensor_is_its_unit() -> None:
+def test_tensor_scale_of_nvfp4_is_the_unit() -> None:
     tensor, measuring = wide(8, 64), Measuring(LAYOUT)
     row = TensorRow("a", "", log2_gamma=-3, has_gradient_unit=True, gradient_axis=0)
     measuring.operand(row, tensor, -1, 5)

@@ -82,7 +82,9 @@ FITS = {"fp8_linear.arrived"}
     ],
     ids=["units", "simulated", "fp8"],
 )
-def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str]) -> None:
+def test_eager_steps_synchronize_only_at_measurements(
+    options: dict[str, Any], at_first: set[str], at_looks: set[str]
+) -> None:
     callback = UnitScaleCallback(recalibrate=LOOK_EVERY, **options)
     monitor = ScaleMonitor(every_n_steps=SAMPLED_EVERY)
     with a_gpu() as gpu:
@@ -116,7 +118,9 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
     [({}, UNITS), ({"simulate": "fp8"}, UNITS), ({"precision": "fp8"}, UNITS)],
     ids=["units", "simulated", "fp8"],
 )
-def test_late_units(options: dict[str, Any], at_first: set[str], num_parts: int) -> None:
+def test_late_units_do_not_synchronize(
+    options: dict[str, Any], at_first: set[str], num_parts: int
+) -> None:
     """Tensors that were zero at first are measured in each step, and read a step later."""
     callback, late, seen = UnitScaleCallback(recalibrate=None, **options), 3, []
 
@@ -142,7 +146,7 @@ def test_late_units(options: dict[str, Any], at_first: set[str], num_parts: int)
 
 
 @pytest.mark.slow
-def test_casts_to_fp8() -> None:
+def test_each_fp8_operand_is_cast_once() -> None:
     """Each operand of a linear layer, and its gradient, is cast once."""
     with a_gpu() as gpu:
         callback = UnitScaleCallback(recalibrate=LOOK_EVERY, precision="fp8")
@@ -247,7 +251,9 @@ class Steps(pl.Callback):
     ],
     ids=["units", "fp8", "rules"],
 )
-def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
+def test_captured_steps_synchronize_only_at_measurements(
+    options: dict[str, Any], at_looks: list[str]
+) -> None:
     callback = UnitScaleCallback(recalibrate=LOOK_EVERY, **options)
     monitor = ScaleMonitor(every_n_steps=SAMPLED_EVERY)
     with a_gpu() as gpu:
@@ -290,7 +296,7 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
     "arrangement",
     ["units", "units, captured", "monitor", "fp8", "fp8, captured", "fp8 and monitor"],
 )
-def test_steps_after_the_first(arrangement: str, settings: dict[str, Any]) -> None:
+def test_steps_after_first_do_not_synchronize(arrangement: str, settings: dict[str, Any]) -> None:
     """Batches are accumulated, gradients are clipped, and the monitor is there but not sampling."""
     options: dict[str, Any] = {"precision": "fp8"} if "fp8" in arrangement else {}
     callbacks: list[pl.Callback] = []

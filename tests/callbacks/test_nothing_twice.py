@@ -91,7 +91,7 @@ class Counting(Evaluated):
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_a_step_that_counts(kind: str) -> None:
+def test_step_with_counter_runs_once_per_batch(kind: str) -> None:
     if kind == "class" and IS_TORCH_2_11:
         pytest.skip(
             "torch 2.11's own torch.compile does not see that an attribute of a class changes"
@@ -102,7 +102,7 @@ def test_a_step_that_counts(kind: str) -> None:
     assert matmuls_run(callbacks) > 0
 
 
-def test_an_evaluation_that_counts() -> None:
+def test_evaluation_with_counter_runs_once_per_batch() -> None:
     _, callbacks = assert_same_run(
         lambda: Counting(HOLDERS["data set"]), both, entry="validate", data=Data
     )
@@ -131,7 +131,7 @@ class Scheduled(Regression):
 @pytest.mark.parametrize("name", ["both", "both, captured"])
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_step_that_sets_its_rate(by_hand: bool, name: str) -> None:
+def test_step_that_sets_learning_rate(by_hand: bool, name: str) -> None:
     # The optimizer's state, with everything in its groups, is part of the comparison.
     assert_same_run(lambda: Scheduled(adamw, by_hand), ARRANGEMENTS[name])
 
@@ -156,7 +156,7 @@ class Tempered(Regression):
 
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-def test_a_step_with_an_optimizer_of_its_own(several: bool) -> None:
+def test_step_with_private_optimizer(several: bool) -> None:
     found, _ = assert_same_run(lambda: Tempered(several), both)
     assert float(found.module.temperature.detach()) != 0.0
 
@@ -171,7 +171,7 @@ class Freezing(Regression):
 
 @pytest.mark.slow
 @pytest.mark.skipif(IS_TORCH_2_11, reason="its Dynamo captures the step anew for each batch")
-def test_a_step_on_which_dynamo_fails() -> None:
+def test_step_that_dynamo_cannot_trace() -> None:
     with pytest.warns(UserWarning, match=r"fails on `self.first.weight.requires_grad_\(batch"):
         _, callbacks = assert_same_run(Freezing, lambda: [UnitScaleCallback(remat="min_cut")])
     # The functions that the step calls are captured all the same.
@@ -180,7 +180,7 @@ def test_a_step_on_which_dynamo_fails() -> None:
     assert "graph break" in explained and "test_nothing_twice.py" in explained
 
 
-def test_a_weight_that_freezes_and_thaws_within_the_step() -> None:
+def test_weight_frozen_and_unfrozen_within_step() -> None:
     _, callbacks = assert_same_run(Freezing, both)
     gauge = unit_scale_of(callbacks).gauge
     # Its gradient is needed in every other step, the first among them.
@@ -201,7 +201,7 @@ class Uneven(Regression):
             return self.loss(batch) * 0.5
 
 
-def test_an_error_in_a_step_is_the_one_of_the_plain_step() -> None:
+def test_caught_error_matches_plain_step() -> None:
     found, callbacks = assert_same_run(Uneven, both)
     assert found.module.message == "mat1 and mat2 shapes cannot be multiplied (4x5 and 6x8)"
     assert matmuls_run(callbacks) > 0

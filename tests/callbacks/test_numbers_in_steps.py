@@ -81,6 +81,6 @@ STEPS = [_warm_up, _table, _mixed, _short_types, _own_arrays, _array_in_place, _
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_numbers(name: str, step: Any) -> None:
+def test_steps_with_random_numbers_are_bit_identical(name: str, step: Any) -> None:
     _, callbacks = assert_same_run(regression_with(step), ARRANGEMENTS[name])
     assert "first.linear" in unit_scale_of(callbacks).gauge

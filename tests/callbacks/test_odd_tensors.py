@@ -33,7 +33,7 @@ def _always(captured: dict[str, Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:UnitScaleCallback.*terms (below|above):UserWarning")
 @BOTH_WAYS
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 0.0, 1e38, 1e-40])
-def test_special_numbers(number: float, captured: dict[str, Any]) -> None:
+def test_special_numbers_give_bounded_units(number: float, captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(
         lambda: Regression(norm=False),
         _always(captured),
@@ -74,7 +74,7 @@ class Odd(Regression):
 
 
 @BOTH_WAYS
-def test_odd_tensors(captured: dict[str, Any]) -> None:
+def test_unusual_tensors_are_bit_identical(captured: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="unscaled: complex numbers"):
         _, callbacks = assert_same_run(Odd, _always(captured), max_steps=4)
     assert {"first.linear", "second.linear"} <= set(unit_scale_of(callbacks).gauge)
@@ -91,7 +91,7 @@ def _sizes(self: Any, batch: Any, batch_idx: int) -> Any:
 @pytest.mark.slow_cases
 @BOTH_WAYS
 @pytest.mark.parametrize("empty_at", [0, 1])
-def test_empty_batches(empty_at: int, captured: dict[str, Any]) -> None:
+def test_empty_batches_are_bit_identical(empty_at: int, captured: dict[str, Any]) -> None:
     class Sizes(Regression):
         training_step = _sizes
 
@@ -104,7 +104,7 @@ def test_empty_batches(empty_at: int, captured: dict[str, Any]) -> None:
     assert unit_scale_of(callbacks).gauge.pair("first.linear:input").log2_sigma < -4
 
 
-def test_a_loss_that_needs_no_gradient() -> None:
+def test_loss_without_graph() -> None:
     class Constant(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with torch.no_grad():

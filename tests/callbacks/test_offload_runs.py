@@ -20,7 +20,7 @@ from tests.callbacks.test_memory_budget import _assert_same_weights, _batches, _
     [{}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}],
     ids=["plain", "accumulated, mixed precision"],
 )
-def test_a_run_is_the_same_run_and_its_peak_is_predicted(options: dict[str, Any]) -> None:
+def test_offloaded_run_matches_plain_run_and_predicted_peak(options: dict[str, Any]) -> None:
     plain, moved = _gpt(dropout=0.0), _gpt(dropout=0.0)
     _fit(plain, _batches(6), **options)
     callback, logger = RematCallback(0.3, offload="host"), MemoryLogger()
@@ -32,7 +32,7 @@ def test_a_run_is_the_same_run_and_its_peak_is_predicted(options: dict[str, Any]
 
 
 @pytest.mark.slow
-def test_beside_units_and_a_monitor() -> None:
+def test_offload_with_units_and_monitor() -> None:
     plain, moved = _gpt(dropout=0.0), _gpt(dropout=0.0)
     _fit(plain, _batches())
     monitors = ScaleMonitor(every_n_steps=2), ScaleMonitor(every_n_steps=2)
@@ -46,7 +46,7 @@ def test_beside_units_and_a_monitor() -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+def test_resumed_run_has_same_weights(tmp_path: Path) -> None:
     whole, first, second = (_gpt(dropout=0.0) for _ in range(3))
     path = tmp_path / "half.ckpt"
     _fit(whole, _batches(), RematCallback(0.3, offload="host"), max_epochs=2)
@@ -56,7 +56,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     _assert_same_weights(whole, second)
 
 
-def test_settings_that_cannot_use_it() -> None:
+def test_incompatible_settings_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"offload='disk': .*Pass offload='host'"):
         RematCallback(0.5, offload="disk")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget='min_cut' limits no bytes"):
@@ -66,12 +66,12 @@ def test_settings_that_cannot_use_it() -> None:
     assert repr(RematCallback(0.5, offload="host")) == "RematCallback(budget=0.5, offload='host')"
 
 
-def test_a_budget_too_small_even_with_the_host_names_the_floor() -> None:
+def test_budget_below_minimum_with_offload_is_an_error() -> None:
     with pytest.raises(ValueError, match="smallest achievable peak is"):
         _fit(Regression(), loader(8), RematCallback(10, offload="host"))
 
 
-def test_a_configuration_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
 

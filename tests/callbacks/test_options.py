@@ -11,7 +11,7 @@ from lightning_unitscale import FP8, Rules, ScaleMonitor, Simulate, UnitScaleCal
 from lightning_unitscale.formats import get_format
 
 
-def test_the_signature_shows_at_a_glance_what_there_is() -> None:
+def test_signature_has_at_most_twelve_options() -> None:
     names = list(inspect.signature(UnitScaleCallback).parameters)
     assert len(names) <= 12
     assert names[:2] == ["method", "depth"]
@@ -30,12 +30,12 @@ def test_the_signature_shows_at_a_glance_what_there_is() -> None:
         (UnitScaleCallback().simulate, None),
     ],
 )
-def test_a_string_stands_for_an_option_with_its_defaults(option: Any, expected: Any) -> None:
+def test_string_is_option_with_defaults(option: Any, expected: Any) -> None:
     assert option == expected
 
 
 @pytest.mark.parametrize("option", [Rules("u-mup"), FP8(), Simulate()])
-def test_an_option_does_not_change(option: Any) -> None:
+def test_options_are_frozen(option: Any) -> None:
     field = dataclasses.fields(option)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(option, field, None)
@@ -48,7 +48,7 @@ def test_formats_by_name_description_and_pair() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_exclude", "simulate_rounding", "gird"])
-def test_an_unknown_keyword_is_named(name: str) -> None:
+def test_unknown_keyword_is_an_error(name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         UnitScaleCallback(**{name: "auto"})
 
@@ -62,7 +62,7 @@ _MONITOR_SETTINGS: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), _MONITOR_SETTINGS)
-def test_monitor_from_yaml_and_back(settings: dict[str, Any], expected: Any) -> None:
+def test_monitor_survives_yaml_round_trip(settings: dict[str, Any], expected: Any) -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--callbacks", type=list[pl.Callback])
@@ -101,7 +101,7 @@ _SETTINGS: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), _SETTINGS)
-def test_from_yaml_and_back(settings: dict[str, Any], expected: Any) -> None:
+def test_options_survive_yaml_round_trip(settings: dict[str, Any], expected: Any) -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
     for value in settings.values():
         if isinstance(value, dict):

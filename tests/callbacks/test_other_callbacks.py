@@ -76,7 +76,7 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("how", ["both", "both, captured"])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_other_callbacks(name: str, how: str) -> None:
+def test_lightning_callbacks_are_bit_identical(name: str, how: str) -> None:
     found, callbacks = assert_same_run(
         lambda: Evaluated(adamw) if name != "SWA" else Evaluated(),
         ARRANGEMENTS[how],
@@ -93,7 +93,7 @@ def test_other_callbacks(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["both", "both, captured"])
-def test_a_backbone_that_is_thawed(how: str) -> None:
+def test_backbone_finetuning_is_bit_identical(how: str) -> None:
     assert_same_run(
         Prefixed,
         ARRANGEMENTS[how],
@@ -132,7 +132,7 @@ def test_a_callback_that_wraps_training_step(is_first: bool) -> None:
     assert wrapping.calls == 6
 
 
-def test_any_callback_can_ask_for_captured_steps() -> None:
+def test_captured_steps_have_same_units_and_coverage() -> None:
     """Matmuls have the same names and units then."""
     _, dispatched = assert_same_run(Regression, lambda: [UnitScaleCallback()])
     _, captured = assert_same_run(Regression, lambda: [UnitScaleCallback(), Capturing()])

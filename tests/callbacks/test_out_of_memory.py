@@ -67,7 +67,7 @@ def _notes(error: BaseException, callbacks: list[pl.Callback], num_blocks: int =
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_the_largest_owners_and_a_budget_that_fits(name: str) -> None:
+def test_error_note_has_largest_owners_and_budget(name: str) -> None:
     error = torch.OutOfMemoryError(_TEXT.format("1.50 MiB"))
     (note,) = _notes(error, CALLBACKS[name](), num_blocks=3)
     assert str(error) == _TEXT.format("1.50 MiB")
@@ -84,22 +84,22 @@ def test_the_largest_owners_and_a_budget_that_fits(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_budget_fits() -> None:
+def test_error_note_if_no_budget_fits() -> None:
     (note,) = _notes(torch.OutOfMemoryError(_TEXT.format("100.00 KiB")), [RematCallback(1.0)])
     assert "No budget fits into 100.00 KiB, since the smallest peak" in note
 
 
-def test_without_a_capacity_only_the_owners_are_named() -> None:
+def test_error_note_without_capacity_has_only_owners() -> None:
     (note,) = _notes(torch.OutOfMemoryError("out of memory"), [UnitScaleCallback()])
     assert "largest owners" in note and "RematCallback" not in note
 
 
 @pytest.mark.slow
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_get_no_note() -> None:
     assert not _notes(RuntimeError("something else"), [RematCallback(1.0)])
 
 
-def test_a_step_that_cannot_be_profiled_keeps_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_profile_keeps_original_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no shapes")
 

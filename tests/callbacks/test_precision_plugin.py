@@ -61,7 +61,7 @@ class _Losses(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
-def test_the_demo_has_the_bits_of_the_callbacks_run(tmp_path: Path) -> None:
+def test_demo_with_plugin_matches_demo_with_callback(tmp_path: Path) -> None:
     plugin = UnitScaledPrecision(FP8(evaluation=True))
     ours = _demo(tmp_path / "plugin", [ScaleMonitor(every_n_steps=3)], plugins=[plugin])
     callback = UnitScaleCallback(precision=FP8(evaluation=True))
@@ -83,7 +83,7 @@ def test_the_demo_has_the_bits_of_the_callbacks_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("base", ["32-true", "bf16-mixed", "bf16-true", "64-true", "16-mixed"])
 @pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
 @pytest.mark.filterwarnings("ignore:.*a CPU has no autocast to FP16")
-def test_a_base_is_lightnings_own_precision(base: str) -> None:
+def test_base_matches_lightning_precision_plugin(base: str) -> None:
     make = lambda: Regression(adamw)  # noqa: E731
     plugin = UnitScaledPrecision(simulate="fp8", base=base)
     ours = run(make, plugins=[plugin])
@@ -97,7 +97,7 @@ def test_a_base_is_lightnings_own_precision(base: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_an_evaluation_on_its_own(entry: str) -> None:
+def test_evaluation_without_fit(entry: str) -> None:
     plugin, callback = UnitScaledPrecision(simulate="fp8"), UnitScaleCallback(simulate="fp8")
     ours = run(_Evaluated, plugins=[plugin], entry=entry)
     assert_same_bits(ours.compared(), run(_Evaluated, [callback], entry=entry).compared())
@@ -124,7 +124,7 @@ def _trained(trainer: Any, ckpt_path: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", ["plugin", "callback"])
-def test_either_resumes_from_a_checkpoint_of_the_other(tmp_path: Path, first: str) -> None:
+def test_plugin_and_callback_resume_each_others_checkpoints(tmp_path: Path, first: str) -> None:
     """No warning about missing callbacks: it would be an error here."""
 
     def trainer(kind: str, max_steps: int) -> pl.Trainer:
@@ -149,7 +149,7 @@ def test_either_resumes_from_a_checkpoint_of_the_other(tmp_path: Path, first: st
     assert all(gauges[1][name] == pair for name, pair in gauges[0].items())
 
 
-def test_a_gradient_scaler_keeps_its_key(tmp_path: Path) -> None:
+def test_gradient_scaler_keeps_its_checkpoint_key(tmp_path: Path) -> None:
     """The state of ``16-mixed`` has the name under which Lightning finds it without the plugin."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     base = MixedPrecision("16-mixed", "cpu", scaler)
@@ -185,7 +185,7 @@ def test_wrong_arguments(options: dict[str, Any], expected: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["trainer", "module", "fabric"])
-def test_a_callback_beside_it_is_an_error_that_names_both(where: str) -> None:
+def test_plugin_with_callback_is_an_error(where: str) -> None:
     plugin, callback = UnitScaledPrecision("fp8"), UnitScaleCallback(simulate="E3M2FN")
 
     class Brings(Regression):
@@ -206,7 +206,7 @@ def test_a_callback_beside_it_is_an_error_that_names_both(where: str) -> None:
 
 
 @pytest.mark.parametrize("base", ["32-true", "bf16-mixed", "bf16-true"])
-def test_fabric(base: str) -> None:
+def test_fabric_with_two_models(base: str) -> None:
     """Two models in turn, as with the callback."""
 
     def train(**given: Any) -> list[Any]:
@@ -231,7 +231,7 @@ def test_fabric(base: str) -> None:
         attachment.detach()
 
 
-def test_fabric_needs_no_backward_of_its_own() -> None:
+def test_fabric_allows_plain_loss_backward() -> None:
     """With 32-true, a loop may call ``loss.backward()``, as it may without the plugin."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[UnitScaledPrecision()])
     model, optimizer = fabric.setup(*new(1))
@@ -243,7 +243,7 @@ def test_fabric_needs_no_backward_of_its_own() -> None:
     attachment.detach()
 
 
-def test_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_from_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train"])
     init_args = {"precision": {"class_path": "lightning_unitscale.FP8", "init_args": {}}}
     init_args["base"] = "bf16-mixed"  # type: ignore[assignment]
@@ -298,7 +298,7 @@ def test_a_plugin_of_lightning_is_a_base() -> None:
         "import lightning.pytorch as pl; p = make(base='bf16-mixed'); import pytorch_lightning",
     ],
 )
-def test_both_packages(code: str, tmp_path: Path) -> None:
+def test_plugin_works_with_lightning_and_pytorch_lightning(code: str, tmp_path: Path) -> None:
     script = f"""
 from lightning_unitscale import UnitScaledPrecision
 make = lambda **k: UnitScaledPrecision(simulate="fp8", **k)

@@ -65,7 +65,7 @@ def fit(callback, tmp_path, *others, steps=5, module=None, **options):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{"precision": FP8()}, {"simulate": "E4M3FN"}, {}], ids=str)
-def test_a_report_changes_nothing(options, tmp_path):
+def test_report_changes_no_bit(options, tmp_path):
     _, plain = fit(UnitScaleCallback(**options), tmp_path)
     callback = UnitScaleCallback(**options)
     ask = Ask(callback)
@@ -82,7 +82,7 @@ def test_a_report_changes_nothing(options, tmp_path):
     assert rounded in written.page.read_text()
 
 
-def test_a_report_chooses_what_is_exempt(tmp_path):
+def test_report_chooses_exemptions(tmp_path):
     callback = UnitScaleCallback(precision=MEASURED)
     fit(callback, tmp_path, steps=6)
     chosen = callback.state_dict()["exempt"]
@@ -122,7 +122,7 @@ def test_exempt_computations_of_a_simulation_are_not_rounded(tmp_path):
     assert callback.coverage.num_in_format == 3
 
 
-def test_what_no_report_could_measure_is_refused_at_the_start(tmp_path):
+def test_unmeasurable_step_with_exclude_measured_is_an_error(tmp_path):
     for options in ({"module": Step(is_manual=True)}, {"others": [RematCallback("min_cut")]}):
         others = options.pop("others", [])
         with pytest.raises(ValueError, match=r"^exclude='measured': a report cannot run "):
@@ -132,7 +132,7 @@ def test_what_no_report_could_measure_is_refused_at_the_start(tmp_path):
         attach(layer, callbacks=[UnitScaleCallback(precision=MEASURED)])
 
 
-def test_a_step_that_cannot_run_again_is_refused(tmp_path):
+def test_report_of_step_that_cannot_rerun_is_an_error(tmp_path):
     callback = UnitScaleCallback()
     with pytest.raises(ValueError, match="automatic optimization"):
         fit(callback, tmp_path, Ask(callback), module=Step(is_manual=True))

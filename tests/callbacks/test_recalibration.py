@@ -111,7 +111,7 @@ class Growing(Regression):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("recalibrate", ["auto", None, 2, 5])
-def test_units_follow_without_a_compilation(
+def test_units_are_recalibrated_without_recompilation(
     recalibrate: Any, captured: bool, captures: list[str]
 ) -> None:
     _, callbacks = assert_same_run(
@@ -131,7 +131,7 @@ def test_units_follow_without_a_compilation(
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("first", ["unit scale", "monitor"])
-def test_a_step_that_nobody_looks_at_measures_nothing(
+def test_unsampled_steps_measure_no_tensor(
     first: str, captures: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = Looks(monkeypatch)
@@ -148,7 +148,7 @@ def test_a_step_that_nobody_looks_at_measures_nothing(
     assert captures == []
 
 
-def test_looks_of_one_do_not_show_in_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recalibration_and_sampling_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch)
     callbacks = [UnitScaleCallback(recalibrate=3), ScaleMonitor(every_n_steps=4)]
     run(Regression, callbacks, max_steps=11, others=lambda: [looks])
@@ -159,7 +159,7 @@ def test_looks_of_one_do_not_show_in_the_other(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("first", ["unit scale", "monitor"])
-def test_a_captured_step_that_is_not_sampled_runs_the_plain_variant(
+def test_unsampled_captured_step_runs_plain_variant(
     first: str, captures: list[str], variants: list[bool]
 ) -> None:
     callbacks = [
@@ -209,7 +209,7 @@ def run_accumulated(step: Any, callback: UnitScaleCallback, num_steps: int) -> N
     )
 
 
-def test_accumulated_batches_are_one_look() -> None:
+def test_recalibration_uses_rms_over_accumulated_batches() -> None:
     """The units of a look are those of the RMS over all batches of the optimizer's step."""
 
     def scaled(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -225,7 +225,7 @@ def test_accumulated_batches_are_one_look() -> None:
 
 
 @BOTH_WAYS
-def test_a_batch_of_another_scale_asks_for_no_units(captured: dict[str, Any]) -> None:
+def test_one_small_microbatch_does_not_change_units(captured: dict[str, Any]) -> None:
     """Accumulated batches read one tensor, whose units fit as long as its RMS stays."""
 
     def in_turns(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -256,7 +256,7 @@ class Counted(Evaluated):
 @pytest.mark.parametrize(
     ("make", "captured"), [(Counted, False), (Evaluated, False), (Evaluated, True)]
 )
-def test_steps_run_once_a_batch_and_are_captured_once_or_never(
+def test_steps_run_once_per_batch_and_are_captured_at_most_once(
     make: Any, captured: bool, captures: list[str]
 ) -> None:
     found, _ = assert_same_run(
@@ -273,7 +273,7 @@ def test_steps_run_once_a_batch_and_are_captured_once_or_never(
         assert found.module.counts == {"train": 3 * 4, "validate": 1 + 3 * 2}
 
 
-def test_a_rate_that_a_step_reads_is_no_compilation(captures: list[str]) -> None:
+def test_reading_learning_rate_does_not_recompile(captures: list[str]) -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         self.log("rate", self.optimizers().param_groups[0]["lr"])
         return self.loss(batch)
@@ -290,7 +290,7 @@ def test_a_rate_that_a_step_reads_is_no_compilation(captures: list[str]) -> None
     assert rates == pytest.approx([0.1 * 0.9**n for n in range(12)])
 
 
-def test_operands_are_at_unit_scale() -> None:
+def test_operands_are_at_unit_scale_after_recalibration() -> None:
     """The purpose of the callback, as the monitor sees it."""
 
     def tiny(generator: Any) -> Any:

@@ -101,7 +101,7 @@ def assert_equal_runs(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_is_captured_at_each_call_goes_on_as_it_is(
+def test_step_recaptured_at_each_call_runs_uncaptured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
@@ -114,7 +114,7 @@ def test_a_step_that_is_captured_at_each_call_goes_on_as_it_is(
 
 
 @pytest.mark.slow
-def test_a_step_that_is_captured_at_times_stays_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_recaptured_occasionally_stays_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
     expected, _ = trained(ByTextAtTimes)
     found, said = trained(ByTextAtTimes, RematCallback("min_cut"))
@@ -135,7 +135,7 @@ def test_a_step_that_is_captured_at_times_stays_captured(monkeypatch: pytest.Mon
         (OneFunction, {"MANY_GRAPHS": 3}, "it is cut into more than 3 graphs"),
     ],
 )
-def test_a_step_in_many_graphs_goes_on_as_it_is(
+def test_step_in_many_graphs_runs_uncaptured(
     kind: Any, limits: Any, reason: str, callback: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, limit in limits.items():
@@ -148,7 +148,9 @@ def test_a_step_in_many_graphs_goes_on_as_it_is(
     assert found.module.num_graphs[-1] == 0
 
 
-def test_rules_refuse_a_first_step_beyond_dynamos_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_are_skipped_if_first_step_exceeds_dynamo_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(capture, "RECOMPILE_LIMIT", 4)
     expected, _ = trained(OneFunction)
     found, (warning,) = trained(OneFunction, UnitScaleCallback("u-mup"))
@@ -158,9 +160,7 @@ def test_rules_refuse_a_first_step_beyond_dynamos_limit(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["u-mup", "unit-scaling"])
-def test_rules_are_never_lost_to_dynamos_limit(
-    method: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dynamo_limit_never_disables_rules(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
     expected, (warning,) = trained(ByText, UnitScaleCallback(method))
     # How many depends on what Dynamo has learned about these attributes from earlier tests.
@@ -199,7 +199,7 @@ class SkipsWithin(Counted):
     ids=["remat", "rules"],
 )
 @pytest.mark.parametrize("kind", [Skips, SkipsWithin])
-def test_a_call_without_operations_ends_no_capture(kind: type[Counted], callback: Any) -> None:
+def test_call_without_operations_does_not_stop_capture(kind: type[Counted], callback: Any) -> None:
     """With rules, the unscaled model would run with the weights of the scaled one."""
     data = [torch.randn(n, 6) for n in (4, 0, 4, 5)]
     with warnings.catch_warnings():

@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_are_in_the_format_where_no_kernel_hides_their_matmuls(kind: str) -> None:
+def test_recurrent_matmuls_are_rounded_if_visible(kind: str) -> None:
     name, of_layer, gates = KINDS[kind]
     callback = UnitScaleCallback("u-mup", simulate="fp8")
     data = DataLoader([torch.randn(LENGTH, SAMPLES, SIZE)] * 3, batch_size=None)

@@ -40,7 +40,7 @@ def _assert_plain(make: Any, precision: Any = "32-true") -> None:
     assert len(remat.reports) == 1
 
 
-def test_autocast_ends_before_the_backward_pass() -> None:
+def test_autocast_is_not_active_in_backward_pass() -> None:
     _assert_plain(gpt2, "bf16-mixed")
 
 
@@ -54,6 +54,6 @@ def test_autocast_ends_before_the_backward_pass() -> None:
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_adapters(tied: bool, options: dict[str, Any]) -> None:
+def test_lora_adapters_are_bit_identical(tied: bool, options: dict[str, Any]) -> None:
     pytest.importorskip("peft")
     _assert_plain(lambda: adapted(llama(tie_word_embeddings=tied), **options))

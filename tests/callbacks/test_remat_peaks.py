@@ -61,7 +61,7 @@ BESIDE: dict[str, Callable[[], Sequence[pl.Callback]]] = {
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("make", [torch.optim.AdamW, _sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("beside", BESIDE)
-def test_the_prediction_is_what_is_measured(beside: str, make: Any) -> None:
+def test_predicted_peak_matches_measured_peak(beside: str, make: Any) -> None:
     remat = RematCallback(1.0)
     _fit(remat, *BESIDE[beside](), make=make)
     assert remat.predicted_peak_bytes == pytest.approx(remat.measured_peak_bytes, rel=0.01)
@@ -82,14 +82,14 @@ def test_the_measured_peak_is_enough(beside: str) -> None:
 
 
 @pytest.mark.slow
-def test_accumulated_batches_beside_units() -> None:
+def test_accumulated_batches_with_units() -> None:
     remat = RematCallback(1.0)
     _fit(remat, UnitScaleCallback(), accumulate_grad_batches=2)
     assert remat.predicted_peak_bytes == pytest.approx(remat.measured_peak_bytes, rel=0.01)
 
 
 @pytest.mark.slow
-def test_no_plan_has_a_lower_peak_than_the_step_of_the_optimizer() -> None:
+def test_optimizer_step_limits_lowest_peak() -> None:
     remat = RematCallback("min")
     _fit(remat)
     assert remat.reports[0].peak_at == "the optimizer's step"

@@ -93,7 +93,7 @@ def _fit(module: pl.LightningModule, *callbacks: pl.Callback) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("step", STEPS)
-def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
+def test_planned_step_is_bit_identical(step: type[_Step]) -> None:
     plain = step()
     planned, callback = copy.deepcopy(plain), RematCallback("min_cut")
     _fit(plain)
@@ -107,7 +107,7 @@ def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [_Momentum, _ReassignedAfterwards])
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
-def test_data_is_assigned_beside_a_monitor(step: type[_Step]) -> None:
+def test_data_assignment_with_monitor_is_bit_identical(step: type[_Step]) -> None:
     plain = step()
     planned = copy.deepcopy(plain)
     _fit(plain)
@@ -123,7 +123,7 @@ class _Broken(_Step):
 
 
 @pytest.mark.slow
-def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
+def test_graph_break_warns_once_with_line() -> None:
     line = _Broken.training_step.__code__.co_firstlineno + 2
     with pytest.warns(UserWarning, match=rf"in 2 parts.*test_remat_steps.py:{line}\.") as warned:
         _fit(_Broken(), RematCallback(1.0))
@@ -138,7 +138,7 @@ class _Adversarial(_Step):
 
 
 @pytest.mark.slow
-def test_it_names_the_users_lines_only() -> None:
+def test_warning_has_only_user_lines() -> None:
     with pytest.warns(UserWarning, match=r"test_remat_steps.py:\d+\. Expected") as warned:
         _fit(_Adversarial(), RematCallback(1.0))
     (message,) = (str(one.message) for one in warned if "RematCallback" in str(one.message))
@@ -204,7 +204,7 @@ class _Residual(_Step):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("step", [_Queue, _Center, _List, _Residual])
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
-def test_what_is_written_before_the_backward_pass_is_not_computed_again(
+def test_tensors_written_before_backward_are_not_recomputed(
     step: type[_Step],
 ) -> None:
     plain = step()
@@ -230,7 +230,7 @@ class _Averaged(_Step):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
-def test_what_a_metric_counts() -> None:
+def test_metric_counts_match_plain_run() -> None:
     found = []
     for callbacks in ([], [RematCallback("min_cut")]):
         torch.manual_seed(0)
@@ -258,7 +258,7 @@ class _Trains(_Step):
 
 
 @pytest.mark.slow
-def test_a_trainer_in_a_step_trains_as_in_the_plain_run() -> None:
+def test_nested_trainer_in_step_matches_plain_run() -> None:
     plain = _Trains()
     planned, callback = copy.deepcopy(plain), RematCallback("min_cut")
     with warnings.catch_warnings():

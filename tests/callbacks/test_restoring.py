@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_a_run_leaves_the_module_as_it_was(stage: str) -> None:
+def test_run_restores_module(stage: str) -> None:
     module = Evaluated(adam)
     before = of_run(module)
     callbacks = both()
@@ -48,7 +48,7 @@ def test_a_run_leaves_the_module_as_it_was(stage: str) -> None:
     module.forward(torch.randn(3, 6)).sum().backward()
 
 
-def test_a_step_of_the_instance_is_put_back() -> None:
+def test_instance_training_step_is_restored() -> None:
     module = Regression()
     own = module.training_step
     module.training_step = lambda batch, batch_idx: own(batch, batch_idx) * 2
@@ -57,7 +57,7 @@ def test_a_step_of_the_instance_is_put_back() -> None:
     assert module.__dict__["training_step"] is given
 
 
-def test_setup_that_fails_later_leaves_nothing_behind() -> None:
+def test_failed_setup_of_later_callback_restores_module() -> None:
     class Refusing(pl.Callback):
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             raise LookupError
@@ -69,7 +69,7 @@ def test_setup_that_fails_later_leaves_nothing_behind() -> None:
     assert_restored(module, before)
 
 
-def test_sigterm() -> None:
+def test_sigterm_restores_module() -> None:
     class Terminating(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
@@ -84,7 +84,7 @@ def test_sigterm() -> None:
     assert_restored(module, before)
 
 
-def test_should_stop() -> None:
+def test_should_stop_restores_module() -> None:
     class Stopping(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop = trainer.global_step == 2

@@ -146,14 +146,14 @@ def test_a_run_continues_with_and_without_captured_steps(
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_is_found(whole: Any, tmp_path: Path) -> None:
+def test_ckpt_path_last_is_found(whole: Any, tmp_path: Path) -> None:
     train(both(), 20, tmp_path)
     # A run that finished 20 steps goes on to 40.
     outputs, weights, _ = train(both(), 40, tmp_path, "last")
     assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
 
 
-def test_the_checkpoint_is_the_users(killed: Any, whole: Any) -> None:
+def test_checkpoint_differs_from_plain_one_only_in_callback_state(killed: Any, whole: Any) -> None:
     _, path = killed
     found = torch.load(path, weights_only=True)
     plain = torch.load(whole[2] / "step=20.ckpt", weights_only=True)
@@ -171,13 +171,13 @@ def test_the_checkpoint_is_the_users(killed: Any, whole: Any) -> None:
     assert_same_bits(found, plain)
 
 
-def test_load_from_checkpoint(killed: Any, whole: Any) -> None:
+def test_load_from_checkpoint_has_same_weights(killed: Any, whole: Any) -> None:
     module = Module.load_from_checkpoint(killed[1])
     expected = torch.load(whole[2] / "step=20.ckpt", weights_only=True)["state_dict"]
     assert_same_bits(dict(module.state_dict()), dict(expected))
 
 
-def test_what_was_loaded_is_what_is_saved() -> None:
+def test_callback_state_survives_load_and_save() -> None:
     trained, resumed = UnitScaleCallback(), UnitScaleCallback()
     run(Regression, [trained], max_steps=2)
     state = trained.state_dict()
@@ -191,7 +191,7 @@ def test_what_was_loaded_is_what_is_saved() -> None:
 
 
 @pytest.mark.slow
-def test_load_from_checkpoint_in_a_process_that_has_not_this_package(killed_runs: Path) -> None:
+def test_load_from_checkpoint_without_this_package(killed_runs: Path) -> None:
     # Loading imports nothing of this package: its state is made of plain types.
     script = (
         "import sys, torch; sys.modules['lightning_unitscale'] = None\n"
@@ -207,7 +207,7 @@ def test_load_from_checkpoint_in_a_process_that_has_not_this_package(killed_runs
 
 
 @pytest.mark.parametrize("entry", ["validate", "test"])
-def test_a_checkpoint_is_evaluated(entry: str, killed: Any) -> None:
+def test_evaluation_of_checkpoint_matches_plain(entry: str, killed: Any) -> None:
     results = []
     for callbacks in ([], ARRANGEMENTS[killed[0]]()):
         trainer = pl.Trainer(callbacks=callbacks, **QUIET)

@@ -61,7 +61,7 @@ def cosine(module: nn.Module) -> Any:
 @pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("configure", [one_cycle, warm_up, plateau, cosine])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulated"])
-def test_match_trains_as_the_plain_module_and_the_monitor_sees_its_rates(
+def test_match_trains_like_plain_module_with_same_rates(
     configure: Any, options: dict[str, Any]
 ) -> None:
     loggers = [MemoryLogger(), MemoryLogger()]
@@ -107,7 +107,7 @@ class Manual(Stored):
         first.step()
 
 
-def test_several_optimizers() -> None:
+def test_match_with_several_optimizers() -> None:
     def configure(module: Any) -> Any:
         return [
             torch.optim.NAdam(module.first.parameters(), lr=0.02, eps=TINY),
@@ -121,7 +121,7 @@ def test_several_optimizers() -> None:
 
 
 @pytest.mark.parametrize("kind", [Stored, Manual])
-def test_beside_captured_steps(kind: type[Stored]) -> None:
+def test_rule_settings_with_captured_steps(kind: type[Stored]) -> None:
     def configure(module: Any) -> Any:
         if kind is Stored:
             return adamw(module)
@@ -133,7 +133,7 @@ def test_beside_captured_steps(kind: type[Stored]) -> None:
     assert_same_bits(beside.effective(), alone.effective())
 
 
-def test_no_scaling_leaves_the_rates_alone() -> None:
+def test_no_lr_scaling_keeps_rates() -> None:
     plain, stored = Stored(adamw, sigma=0.07), Stored(adamw, sigma=0.07)
     fit(plain)
     fit(stored, Settings(lr_scaling=None))
@@ -143,7 +143,7 @@ def test_no_scaling_leaves_the_rates_alone() -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("lr_scaling", ["match", "u-mup"])
 @pytest.mark.parametrize("configure", [one_cycle, plateau, cosine])
-def test_resuming_goes_on_bit_for_bit(configure: Any, lr_scaling: Any, tmp_path: Path) -> None:
+def test_resuming_is_bit_identical(configure: Any, lr_scaling: Any, tmp_path: Path) -> None:
     whole = Stored(configure, sigma=0.07)
     fit(whole, Settings(lr_scaling), max_epochs=5)
     half = Stored(configure, sigma=0.07)
@@ -153,7 +153,7 @@ def test_resuming_goes_on_bit_for_bit(configure: Any, lr_scaling: Any, tmp_path:
     assert_same_bits(resumed.effective(), whole.effective())
 
 
-def test_a_checkpoint_has_the_same_entries(tmp_path: Path) -> None:
+def test_checkpoint_matches_plain_checkpoint(tmp_path: Path) -> None:
     saved = []
     for callbacks in ([], [Settings()]):
         path = tmp_path / f"{len(callbacks)}.ckpt"
@@ -171,7 +171,7 @@ class Failing(Stored):
         return super().training_step(batch, batch_idx)
 
 
-def test_everything_is_undone_after_an_error() -> None:
+def test_error_undoes_rule_settings() -> None:
     module, settings = Failing(adamw, sigma=0.07), Settings()
     trainer = pl.Trainer(
         **QUIET, max_epochs=1, callbacks=[settings], gradient_clip_val=1.0, plugins=half()
@@ -188,7 +188,7 @@ def test_everything_is_undone_after_an_error() -> None:
     settings.settings.restore()
 
 
-def test_an_optimizer_that_cannot_follow_stops_the_fit_before_it_starts() -> None:
+def test_unsupported_optimizer_is_an_error_before_fit() -> None:
     class Both(Manual):
         def configure_optimizers(self) -> Any:
             self.made = [
@@ -203,7 +203,7 @@ def test_an_optimizer_that_cannot_follow_stops_the_fit_before_it_starts() -> Non
     assert not module.made[0]._optimizer_step_pre_hooks
 
 
-def test_no_optimizer_and_wrapped_ones() -> None:
+def test_missing_and_wrapped_optimizers() -> None:
     fit(Stored(adamw), Settings(), max_epochs=1)
     with pytest.warns(UserWarning, match="will run with no optimizer"):
         fit(Stored(lambda _: None), Settings(), max_epochs=1)
@@ -225,7 +225,7 @@ def test_no_optimizer_and_wrapped_ones() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_what_is_odd_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_note_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     module = Stored(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), sigma=0.07)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         fit(module, Settings())
@@ -235,7 +235,7 @@ def test_what_is_odd_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
-def test_an_average_that_updates_the_statistics_of_a_batch_norm(has_norm: bool) -> None:
+def test_weight_averaging_with_batch_norm_update(has_norm: bool) -> None:
     module: Any = Classifier()
     if has_norm:
         module.norm = nn.BatchNorm1d(4)

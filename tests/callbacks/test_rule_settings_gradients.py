@@ -38,7 +38,7 @@ class Clipped(Stored):
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("threshold", [0.5, 3.0, None])
-def test_clipping_is_by_the_rms(algorithm: Any, threshold: float | None) -> None:
+def test_clipping_threshold_applies_to_rms(algorithm: Any, threshold: float | None) -> None:
     """A threshold of 0.5 leaves RMS 0.5; 3 leaves a gradient of RMS 2 alone."""
     module = Clipped(adamw)
     trainer = fit(
@@ -58,7 +58,7 @@ def test_clipping_is_by_the_rms(algorithm: Any, threshold: float | None) -> None
     assert "clip_gradients" not in vars(trainer.precision_plugin)
 
 
-def test_clipping_by_hand_and_its_report(caplog: pytest.LogCaptureFixture) -> None:
+def test_manual_clipping_is_rescaled_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     module = Clipped(adamw)
     module.by_hand = True
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
@@ -69,7 +69,7 @@ def test_clipping_by_hand_and_its_report(caplog: pytest.LogCaptureFixture) -> No
     assert f"0.5 is applied as {0.5 * 66**0.5:.4g}" in told[0]
 
 
-def test_clipping_gives_back_what_it_shadowed() -> None:
+def test_clipping_restores_overridden_method() -> None:
     trainer = pl.Trainer(**QUIET)
     plugin = trainer.precision_plugin
     seen = []
@@ -102,7 +102,7 @@ class Watching(Stored):
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
 
 
-def test_the_loss_scale_starts_at_one_and_is_the_scalers_from_then_on() -> None:
+def test_loss_scale_starts_at_one_then_follows_scaler() -> None:
     module, plugin = Watching(adamw), half(growth_interval=4)
     fit(module, Settings(), plugins=plugin, max_epochs=2)
     assert module.scales == [1.0] * 4 + [2.0] * 4
@@ -111,7 +111,7 @@ def test_the_loss_scale_starts_at_one_and_is_the_scalers_from_then_on() -> None:
     assert module.scales[8:] == [4.0] * 4
 
 
-def test_a_restored_scale_and_a_chosen_one_stay(tmp_path: Path) -> None:
+def test_restored_and_chosen_loss_scales_are_kept(tmp_path: Path) -> None:
     module = Watching(adamw)
     fit(module, plugins=half(init_scale=512.0), max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
     resumed = Watching(adamw)
@@ -122,7 +122,7 @@ def test_a_restored_scale_and_a_chosen_one_stay(tmp_path: Path) -> None:
     assert chosen.scales == [8.0] * 4
 
 
-def test_the_start_is_put_back_if_it_was_not_used() -> None:
+def test_unused_initial_loss_scale_is_restored() -> None:
     trainer = pl.Trainer(**QUIET, plugins=half())
     scaler = trainer.precision_plugin.scaler
     before = copy.deepcopy(scaler.state_dict())
@@ -134,7 +134,7 @@ def test_the_start_is_put_back_if_it_was_not_used() -> None:
 
 
 @pytest.mark.parametrize("plugin", [None, "disabled", "bf16"])
-def test_without_a_scaler_there_is_nothing_to_do(plugin: str | None) -> None:
+def test_loss_scale_start_without_scaler_is_a_no_op(plugin: str | None) -> None:
     plugins = {
         None: None,
         "disabled": half(enabled=False),

@@ -73,7 +73,7 @@ class GeneratingByMatmuls(Generating):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", [GeneratingByMatmuls, Generating, Cached, Attending])
-def test_the_loss_is_that_of_the_training_step(kind: type[Attending]) -> None:
+def test_evaluation_loss_matches_training_step(kind: type[Attending]) -> None:
     module = kind()
     trainer, (trained, *_) = fit(
         module, unit_scale("u-mup"), data=DATA, val=loader(16, 16), max_steps=1
@@ -84,7 +84,7 @@ def test_the_loss_is_that_of_the_training_step(kind: type[Attending]) -> None:
         assert float(loss) == pytest.approx(float(trained["loss"]), rel=1e-5)
 
 
-def test_a_deployed_module_has_the_attention_of_the_training_step() -> None:
+def test_deployed_attention_matches_training_step() -> None:
     module = Attending()
     _, (trained, *_) = fit(module, unit_scale("u-mup"), data=DATA, max_steps=1)
     deployed = transforms.deploy(module.eval(), BATCH[0])
@@ -102,7 +102,7 @@ class Averaging(Classifier):
         self.log("similarity", (out @ out.mT).sum() / out.sum(0).square().sum())
 
 
-def test_code_of_an_evaluation_alone_stays_as_it_is() -> None:
+def test_evaluation_only_code_is_not_scaled() -> None:
     module = Averaging(lambda module: torch.optim.SGD(module.parameters(), lr=0.0))
     trainer, (trained, *_) = fit(module, unit_scale("u-mup"), data=DATA, val=DATA, max_steps=1)
     (validated,) = trainer.validate(module, DATA, verbose=False)
@@ -121,7 +121,7 @@ class Measuring(Classifier):
         return self.probe(self.forward(batch[0])).sum()
 
 
-def test_operations_of_an_evaluation_alone_are_named() -> None:
+def test_evaluation_only_operations_warn() -> None:
     module = Measuring()
     with pytest.warns(UserWarning, match=r"validation_step runs .*: probe\.linear\. Rules"):
         fit(module, unit_scale("u-mup"), data=DATA, val=DATA, max_steps=1)

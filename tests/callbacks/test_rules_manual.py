@@ -83,7 +83,7 @@ KINDS = [ByHand, ByOneNorm, ByMatmuls]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_may_read_its_gradients(kind: Any) -> None:
+def test_manual_step_reads_gradients(kind: Any) -> None:
     pl.seed_everything(1, verbose=False)
     module = kind()
     unused = weights(module.unused)
@@ -100,7 +100,7 @@ def test_a_step_may_read_its_gradients(kind: Any) -> None:
 # Until torch 2.11 Dynamo warns of what it was told to leave alone.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_matmul_of_gradients_is_left_alone() -> None:
+def test_matmul_of_gradients_is_not_scaled() -> None:
     pl.seed_everything(1, verbose=False)
     module = ByMatmuls()
     seen: list[float] = []
@@ -120,7 +120,7 @@ def test_a_matmul_of_gradients_is_left_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_function_without_a_gradient() -> None:
+def test_autograd_function_without_gradient() -> None:
     pl.seed_everything(1, verbose=False)
     module = WithoutOne()
     fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)

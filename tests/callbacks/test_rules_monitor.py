@@ -60,7 +60,7 @@ def by_hand(weights: dict[str, Tensor], plan: Any, batch: Any) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_its_numbers_are_those_of_the_scaled_model(accumulated: int) -> None:
+def test_monitor_shows_values_of_scaled_model(accumulated: int) -> None:
     pl.seed_everything(3, verbose=False)
     module, gradients, batches = Classifier(), Gradients(), Batches()
     callbacks = [unit_scale("u-mup"), ScaleMonitor(every_n_steps=1), gradients, batches]
@@ -83,7 +83,7 @@ def test_its_numbers_are_those_of_the_scaled_model(accumulated: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_matmuls_read_is_shown_as_it_is_stored() -> None:
+def test_matmul_operands_are_shown_as_stored() -> None:
     pl.seed_everything(3, verbose=False)
     module, callbacks = Classifier(), [unit_scale("u-mup"), ScaleMonitor(every_n_steps=1)]
     fit(module, *callbacks, logger=MemoryLogger(), max_steps=2)

@@ -64,7 +64,7 @@ def assert_unit_scale(found: dict[str, Tensor], before: dict[str, Tensor]) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fit_sets_them_before_the_first_step(method: str) -> None:
+def test_weights_are_scaled_before_first_step(method: str) -> None:
     module, seen = seeded(), Gradients()
     before = weights(module)
     fit(module, unit_scale(method), seen)
@@ -73,7 +73,7 @@ def test_a_fit_sets_them_before_the_first_step(method: str) -> None:
     assert all(0.4 < rms(one) < 2 for name, one in weights(module).items() if "weight" in name)
 
 
-def test_not_at_all_if_that_is_the_choice() -> None:
+def test_init_weights_false_keeps_weights() -> None:
     module, seen = seeded(), Gradients()
     before = weights(module)
     fit(module, unit_scale("u-mup", init_weights=False), seen)
@@ -81,7 +81,7 @@ def test_not_at_all_if_that_is_the_choice() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_built_late() -> None:
+def test_model_built_in_configure_model() -> None:
     class Late(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -124,7 +124,7 @@ def expected() -> Gradients:
         ("predict", Classifier),
     ],
 )
-def test_an_evaluation_before_the_fit_is_of_the_plain_model(
+def test_evaluation_before_fit_runs_plain_model(
     before: str, kind: Any, expected: Gradients
 ) -> None:
     """It changes nothing, and the fit is the one that would have been without it."""
@@ -159,7 +159,7 @@ class Saving(pl.Callback):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("fresh", ["nothing", "callback", "copy"])
-def test_a_second_fit(fresh: str) -> None:
+def test_second_fit_does_not_rescale_weights(fresh: str) -> None:
     module, callback = seeded(), unit_scale("unit-scaling")
     trainer, _ = fit(module, callback, max_epochs=1, max_steps=-1)
     after, sigmas = weights(module), _sigmas(module)
@@ -185,7 +185,7 @@ def _sigmas(module: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_second_fit_is_the_continued_one() -> None:
+def test_second_fit_matches_longer_fit() -> None:
     """Rates, factors and gradients of a second fit are those of one that went on."""
     losses = []
     for again in (False, True):
@@ -203,7 +203,7 @@ def test_a_second_fit_is_the_continued_one() -> None:
 
 
 @pytest.mark.slow
-def test_another_module_is_another_beginning() -> None:
+def test_second_module_is_scaled_too() -> None:
     callback = unit_scale("u-mup")
     fit(seeded(), callback)
     module, seen = Classifier(), Gradients()
@@ -214,7 +214,9 @@ def test_another_module_is_another_beginning() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "fresh"), [("unit-scaling", False), ("u-mup", True)])
-def test_evaluations_after_a_fit(method: str, fresh: bool, tmp_path: Path) -> None:
+def test_evaluation_after_fit_keeps_weights_and_loss(
+    method: str, fresh: bool, tmp_path: Path
+) -> None:
     module, callback = seeded(), unit_scale(method)
     trainer, _ = fit(module, callback, val=loader(12), max_epochs=2, max_steps=-1)
     loss = float(trainer.callback_metrics["val_loss"])
@@ -260,7 +262,7 @@ def resumable(folder: Path, max_epochs: int, ckpt_path: Any = None, **options: A
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("method", "checks"), [("unit-scaling", 0), ("u-mup", 1)])
-def test_a_resumed_run_goes_on_bit_for_bit(method: str, checks: int, tmp_path: Path) -> None:
+def test_resumed_run_is_bit_identical(method: str, checks: int, tmp_path: Path) -> None:
     options = {"method": method, "num_sanity_val_steps": checks}
     whole, losses, callback = resumable(tmp_path / "whole", 2, **options)
     resumed, others, again = resumable(
@@ -285,7 +287,7 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_resuming_in_the_same_objects(two_epochs: Any) -> None:
+def test_resuming_with_same_module_and_callback(two_epochs: Any) -> None:
     whole, folder = two_epochs
     pl.seed_everything(5, verbose=False)
     module, callback = Classifier(scheduled), unit_scale("u-mup")
@@ -303,7 +305,7 @@ def test_resuming_in_the_same_objects(two_epochs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(two_epochs: Any) -> None:
+def test_checkpoint_has_plain_types_and_one_extra_key(two_epochs: Any) -> None:
     found = torch.load(two_epochs[1] / "epoch=0.ckpt", weights_only=True)
     (mark,) = set(found["state_dict"]) - set(Classifier().state_dict())
     assert "UnitScaleCallback('u-mup')" in mark and found["state_dict"][mark].numel() == 0
@@ -316,7 +318,9 @@ def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(two_epochs
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("entry", ["validate", "fit"])
 @pytest.mark.parametrize("with_checkpoint", [False, True])
-def test_load_from_checkpoint(entry: str, with_checkpoint: bool, two_epochs: Any) -> None:
+def test_fit_and_validate_after_load_from_checkpoint(
+    entry: str, with_checkpoint: bool, two_epochs: Any
+) -> None:
     whole, folder = two_epochs
     path = folder / "epoch=1.ckpt"
     module = Classifier.load_from_checkpoint(path, configure=scheduled, strict=False)
@@ -335,7 +339,9 @@ def test_load_from_checkpoint(entry: str, with_checkpoint: bool, two_epochs: Any
 
 
 @pytest.mark.slow
-def test_once_in_a_whole_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_scaled_once_over_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fit, resume, a second fit, a test, load_from_checkpoint, and all of it again."""
     scaled: list[str] = []
 
@@ -374,7 +380,7 @@ def test_once_in_a_whole_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_match_cannot_know_the_rates_of_weights_from_elsewhere(tmp_path: Path) -> None:
+def test_match_with_weights_of_other_run_warns(tmp_path: Path) -> None:
     trainer, _ = fit(seeded(), unit_scale("unit-scaling"), max_epochs=1, max_steps=-1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     module = Classifier.load_from_checkpoint(tmp_path / "a.ckpt", strict=False)
@@ -384,7 +390,7 @@ def test_match_cannot_know_the_rates_of_weights_from_elsewhere(tmp_path: Path) -
     fit(Classifier(), unit_scale("unit-scaling"), **longer)
 
 
-def test_a_checkpoint_of_a_plain_run_is_scaled_once(tmp_path: Path) -> None:
+def test_weights_of_plain_checkpoint_are_scaled_once(tmp_path: Path) -> None:
     plain = seeded()
     fit(plain, max_epochs=1, max_steps=-1)[0].save_checkpoint(tmp_path / "plain.ckpt")
     seen = Gradients()
@@ -399,7 +405,7 @@ def test_a_checkpoint_of_a_plain_run_is_scaled_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_on_the_module_but_what_the_weights_are() -> None:
+def test_module_keeps_only_plan_after_fit() -> None:
     module = seeded()
     kept = {"_unit_scale_plan", "_unit_scale_parameters", "on_save_checkpoint"}
     before = set(vars(module)) | kept
@@ -409,7 +415,7 @@ def test_nothing_is_left_on_the_module_but_what_the_weights_are() -> None:
     assert steps_of(module) is None
 
 
-def test_the_plan_of_a_later_validation_leaves_the_graphs_of_training() -> None:
+def test_validation_plan_does_not_rewrite_training_graphs() -> None:
     rewrites: list[list[int]] = []
 
     class Counts(pl.Callback):

@@ -82,7 +82,9 @@ CASES = [
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("kind", "reason"), CASES)
-def test_the_plain_model_trains(kind: type[Classifier], reason: str, method: str) -> None:
+def test_uncapturable_model_trains_unscaled(
+    kind: type[Classifier], reason: str, method: str
+) -> None:
     torch.manual_seed(0)
     module = kind()
     plain = copy.deepcopy(module)
@@ -102,7 +104,7 @@ def test_the_plain_model_trains(kind: type[Classifier], reason: str, method: str
     assert not checkpoint
 
 
-def test_a_model_that_rules_have_scaled_never_runs_plain() -> None:
+def test_scaled_model_never_runs_unscaled() -> None:
     class LaterBroken(OfBroken):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             if self.trainer.global_step < 2:
@@ -116,7 +118,7 @@ def test_a_model_that_rules_have_scaled_never_runs_plain() -> None:
         fit(LaterBroken(), UnitScaleCallback("u-mup"))
 
 
-def test_numbers_that_rules_cannot_set() -> None:
+def test_parameters_that_rules_cannot_set() -> None:
     torch.manual_seed(0)
     module = Quantized()
     plain = copy.deepcopy(module)
@@ -180,7 +182,7 @@ class Clipped(torch.optim.Optimizer):
 
 
 @pytest.mark.slow
-def test_rates_follow_within_an_optimizer_around_another() -> None:
+def test_rates_follow_inside_wrapped_optimizer() -> None:
     torch.manual_seed(0)
     module = Classifier(lambda module: Clipped(adamw(module)))
     plain = copy.deepcopy(module)

@@ -67,7 +67,7 @@ REFUSED = [
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("configure", "method", "message"), REFUSED)
 @pytest.mark.parametrize("checks", [0, 1])
-def test_an_optimizer_that_cannot_follow(
+def test_unsupported_optimizer_is_an_error(
     configure: Any, method: str, message: str, checks: int
 ) -> None:
     module, callback = Classifier(configure), unit_scale(method)
@@ -91,7 +91,7 @@ def _fail(error: BaseException) -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("error", [KeyError("no"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("where", ["step", "rehearsal", "callback"])
-def test_an_error_and_an_interrupt(error: BaseException, where: str) -> None:
+def test_error_and_interrupt_restore_module(error: BaseException, where: str) -> None:
     class Fails(pl.Callback):
         def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
             if where == "callback" and trainer.global_step == 2:
@@ -150,7 +150,7 @@ class Counting(pl.Callback):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
-def test_manual_optimization(kind: Any) -> None:
+def test_manual_optimization_steps_and_restores(kind: Any) -> None:
     from tests.callbacks.runs import loader as pairs
 
     pl.seed_everything(1, verbose=False)
@@ -208,7 +208,7 @@ class Adversaries(Classifier):
 
 
 @pytest.mark.slow
-def test_gradients_of_adversaries_are_at_rms_1_after_the_first_batch() -> None:
+def test_adversarial_gradients_are_at_rms_1_after_first_batch() -> None:
     pl.seed_everything(1, verbose=False)
     module = Adversaries()
     fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
@@ -227,7 +227,7 @@ class Iterating(Classifier):
 
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
-def test_a_step_that_takes_its_own_batches() -> None:
+def test_dataloader_iter_step_is_an_error() -> None:
     module = Iterating()
     before = weights(module)
     trainer = trainer_with(unit_scale("u-mup"))
@@ -237,7 +237,7 @@ def test_a_step_that_takes_its_own_batches() -> None:
     assert_restored(module, trainer)
 
 
-def test_a_scale_that_is_not_known_is_an_error_if_that_is_asked_for() -> None:
+def test_on_unknown_error_raises() -> None:
     class Odd(Classifier):
         def forward(self, x: Tensor) -> Tensor:
             return self.readout(torch.fft.fft(self.first(x)).abs())
@@ -254,7 +254,7 @@ def test_a_scale_that_is_not_known_is_an_error_if_that_is_asked_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict")
-def test_weights_of_a_stranger_cannot_be_predicted_with(tmp_path: Path) -> None:
+def test_predict_with_unscaled_weights_is_an_error(tmp_path: Path) -> None:
     """A step without a loss does not show the readout; the checkpoint knows it."""
     pl.seed_everything(1, verbose=False)
     trainer, _ = fit(Classifier(), unit_scale("u-mup"), max_epochs=1, max_steps=-1)
@@ -286,7 +286,7 @@ class Narrow(pl.LightningModule):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict")
-def test_narrow_weights_show_that_they_were_scaled(tmp_path: Path) -> None:
+def test_scaled_narrow_weights_are_not_scaled_again(tmp_path: Path) -> None:
     for seed in range(4):
         pl.seed_everything(seed, verbose=False)
         module, seen, again = Narrow(), Gradients(), Gradients()
@@ -325,7 +325,7 @@ trainer:
 
 
 @pytest.mark.slow
-def test_lightnings_command_line(
+def test_lightning_cli_trains_by_rules(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config.yaml"

@@ -69,7 +69,7 @@ def test_gradients_are_at_rms_1_at_the_step(accumulated: int) -> None:
 
 
 @pytest.mark.slow
-def test_accumulation_that_changes() -> None:
+def test_accumulation_schedule_keeps_gradients_at_rms_1() -> None:
     seen = Gradients()
     schedule = GradientAccumulationScheduler({0: 1, 1: 16})
     options = {"max_epochs": 2, "max_steps": -1, "data": loader(128, 4)}
@@ -101,7 +101,7 @@ class Watching(Classifier):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("options", precisions())
-def test_precisions(options: dict[str, Any]) -> None:
+def test_every_precision_trains_by_rules(options: dict[str, Any]) -> None:
     pl.seed_everything(2, verbose=False)
     module, seen = Watching(fast), Gradients()
     if "plugins" in options:
@@ -133,7 +133,7 @@ class Clipped(Classifier):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("threshold", [4.0, 0.02])
-def test_clipping_clips_outliers_only(algorithm: str, threshold: float) -> None:
+def test_clipping_changes_only_outliers(algorithm: str, threshold: float) -> None:
     module = Clipped()
     options = {"gradient_clip_val": threshold, "gradient_clip_algorithm": algorithm}
     trainer, _ = fit(module, unit_scale("u-mup"), max_steps=1, **options)
@@ -165,7 +165,7 @@ def one_cycle(module: nn.Module) -> Any:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("method", METHODS)
-def test_the_monitor_and_the_scheduler_see_the_users_rates(method: str) -> None:
+def test_learning_rate_monitor_and_scheduler_see_user_rates(method: str) -> None:
     found = []
     for callbacks in ([], [unit_scale(method)]):
         logger = MemoryLogger()
@@ -216,7 +216,7 @@ def test_match_keeps_relative_updates() -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("simulate", ["fp8", ("E4M3FN", "E3M2FN")])
-def test_a_simulated_format(simulate: Any) -> None:
+def test_simulated_format_trains_by_rules(simulate: Any) -> None:
     losses = []
     for options in ({}, {"simulate": simulate}):
         _, outputs = fit(made(), unit_scale("u-mup", **options), max_steps=24, val=loader(16))
@@ -235,7 +235,7 @@ class Small(Classifier):
 
 
 @pytest.mark.slow
-def test_inductor(torch_kernels: None) -> None:
+def test_inductor_matches_eager(torch_kernels: None) -> None:
     losses = []
     for compile_it in (False, True):
         pl.seed_everything(2, verbose=False)
@@ -312,7 +312,7 @@ class Language(pl.LightningModule):
 
 
 @pytest.mark.slow
-def test_evaluation_is_the_function_of_training_at_every_length_and_batch_size() -> None:
+def test_evaluation_matches_training_at_every_shape() -> None:
     pl.seed_everything(4, verbose=False)
     tokens = torch.randint(11, (20, 13))
     module, callback = Language(), unit_scale("u-mup")
@@ -340,7 +340,7 @@ class Noisy(Classifier):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", [Classifier, Noisy])
-def test_the_loss_of_validation_is_that_of_training(kind: Any) -> None:
+def test_validation_loss_matches_training_loss(kind: Any) -> None:
     pl.seed_everything(4, verbose=False)
     data = loader(20, 8)
     options = {"max_epochs": 1, "max_steps": -1, "data": data, "val": data}
@@ -388,7 +388,7 @@ class WrapsAStep(pl.Callback):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("simulate", "wraps"), [(None, []), ("fp8", []), ("fp8", [WrapsAStep()])])
-def test_a_step_that_calls_another_step(simulate: str | None, wraps: list[pl.Callback]) -> None:
+def test_step_that_calls_other_step(simulate: str | None, wraps: list[pl.Callback]) -> None:
     trained, covered, batch = [], [], next(iter(loader(8)))
     for kind in (Helped, HelpedByAStep):
         torch._dynamo.reset()

@@ -48,7 +48,9 @@ def _half(init_scale: float) -> dict[str, Any]:
 
 @ARRANGED
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
-def test_precisions(plain: Callable[..., Run], precision: str, how: str) -> None:
+def test_every_precision_is_bit_identical(
+    plain: Callable[..., Run], precision: str, how: str
+) -> None:
     options = {
         "make_module": lambda: Regression(adamw),
         "precision": precision,
@@ -116,7 +118,7 @@ def test_accumulation_with_an_incomplete_end(plain: Callable[..., Run], how: str
 
 @BOTH_WAYS
 @pytest.mark.parametrize("algorithm", ["value", "norm"])
-def test_clipping(algorithm: str, captured: dict[str, Any]) -> None:
+def test_gradient_clipping_is_bit_identical(algorithm: str, captured: dict[str, Any]) -> None:
     assert_same_run(
         Regression,
         lambda: [UnitScaleCallback(**captured)],
@@ -126,7 +128,7 @@ def test_clipping(algorithm: str, captured: dict[str, Any]) -> None:
 
 
 @ARRANGED
-def test_a_smaller_last_batch(plain: Callable[..., Run], how: str) -> None:
+def test_smaller_last_batch_is_bit_identical(plain: Callable[..., Run], how: str) -> None:
     options: dict[str, Any] = {
         "make_module": lambda: Regression(adamw, norm=False),
         "data": lambda: loader(10, 4),
@@ -138,7 +140,7 @@ def test_a_smaller_last_batch(plain: Callable[..., Run], how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["both", "both, captured"])
-def test_validation_between_and_before(how: str) -> None:
+def test_sanity_check_and_validation_during_training(how: str) -> None:
     found, callbacks = assert_same_run(
         Evaluated,
         ARRANGEMENTS[how],

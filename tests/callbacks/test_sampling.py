@@ -48,7 +48,7 @@ def _steps(options: dict[str, Any], **trainer: Any) -> list[int]:
         ),
     ],
 )
-def test_both_ends_of_a_training(trainer: dict[str, Any], expected: list[int]) -> None:
+def test_first_and_last_steps_are_sampled(trainer: dict[str, Any], expected: list[int]) -> None:
     assert _steps({"every_n_steps": 10}, **trainer) == expected
 
 
@@ -64,11 +64,13 @@ def test_both_ends_of_a_training(trainer: dict[str, Any], expected: list[int]) -
         ({"last_step": 100}, [0, 1, 10, 20, 22]),
     ],
 )
-def test_a_window(options: dict[str, Any], expected: list[int]) -> None:
+def test_first_step_and_last_step_limit_samples(
+    options: dict[str, Any], expected: list[int]
+) -> None:
     assert _steps({"every_n_steps": 10, **options}, max_steps=23) == expected
 
 
-def test_outside_of_the_window_no_loss_is_checked() -> None:
+def test_loss_is_not_checked_outside_window() -> None:
     class Broken(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (
@@ -82,7 +84,7 @@ def test_outside_of_the_window_no_loss_is_checked() -> None:
         assert bool(monitor.alerts) == (last_step is None)
 
 
-def test_a_run_shorter_than_the_schedule_ends_with_a_table_in_units() -> None:
+def test_short_run_ends_with_scaled_sample() -> None:
     callbacks = [UnitScaleCallback(), monitor := ScaleMonitor()]
     run(Regression, callbacks, max_steps=5)
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 4]
@@ -106,7 +108,7 @@ def test_a_resumed_training_begins_with_a_sample(tmp_path: Any) -> None:
     assert [snapshot.step for snapshot in monitor.snapshots] == [4, 5, 10, 11]
 
 
-def test_a_loop_that_tells_no_end() -> None:
+def test_loop_without_known_length_samples_no_last_step() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain, told = ScaleMonitor(every_n_steps=10), ScaleMonitor(every_n_steps=10)
@@ -132,6 +134,6 @@ def test_a_loop_that_tells_no_end() -> None:
         {"first_step": 5, "last_step": 4},
     ],
 )
-def test_arguments(options: dict[str, Any]) -> None:
+def test_bad_sampling_arguments_are_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Expected"):
         Sampling(**{"every_n_steps": 10, **options})

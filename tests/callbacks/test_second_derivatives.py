@@ -64,7 +64,7 @@ class Adversarial(Smooth):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("kind", [Penalized, PenalizedAtOnce, Adversarial])
-def test_second_derivatives(kind: type[Regression], captured: bool) -> None:
+def test_second_derivatives_are_bit_identical(kind: type[Regression], captured: bool) -> None:
     plain = run(kind, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
     callbacks = [UnitScaleCallback(recalibrate=2), both()[1], *[Capturing()] * captured]
     ours = run(kind, callbacks, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
@@ -73,7 +73,7 @@ def test_second_derivatives(kind: type[Regression], captured: bool) -> None:
     assert_same_bits(ours.compared(), plain.compared())
 
 
-def test_steps_before_the_first_penalty_are_the_bits() -> None:
+def test_steps_before_first_penalty_are_bit_identical() -> None:
     runs = [run(Penalized, callbacks, max_steps=3) for callbacks in ([], both())]
     assert_same_bits(runs[1].compared(), runs[0].compared())
 
@@ -86,7 +86,7 @@ class Curved(Smooth):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_a_recorded_backward_pass() -> None:
+def test_create_graph_backward_is_bit_identical() -> None:
     runs = [run(Curved, callbacks) for callbacks in ([], both())]
     assert_same_bits(runs[1].compared(), runs[0].compared())
 
@@ -154,6 +154,6 @@ def test_fp8_layers_have_second_derivatives(kind: type[Wide]) -> None:
     assert re.search(r"first.linear +FP8", unit_scale.explain())
 
 
-def test_a_late_penalty_that_fp8_could_not_know_of_is_an_error() -> None:
+def test_late_gradient_penalty_in_fp8_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="saved in FP8 only"):
         run(HiddenLate, [UnitScaleCallback(precision="fp8")], max_steps=6)

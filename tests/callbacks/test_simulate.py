@@ -46,7 +46,7 @@ class _Roundings(pl.Callback):
     ("simulate", "bits"),
     [("fp8", (3, 2)), ("E3M4", (4, 4)), (("FP16", "E5M2"), (10, 2)), (["e4m3", "bf16"], (3, 7))],
 )
-def test_training_and_evaluation(
+def test_training_and_evaluation_are_rounded(
     simulate: Any, bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roundings = _Roundings(monkeypatch)
@@ -85,7 +85,7 @@ def test_training_differs_a_little_and_repeats() -> None:
     torch.testing.assert_close(*losses, rtol=0.1, atol=0.0)
 
 
-def test_fp32_is_no_change_at_all() -> None:
+def test_simulated_fp32_is_bit_identical() -> None:
     plain = run(_module)
     assert_same_bits(run(_module, [UnitScaleCallback(simulate="FP32")]).weights, plain.weights)
 
@@ -117,7 +117,7 @@ class _SaveHalfWay(pl.Callback):
     ],
     ids=["stochastic", "moving"],
 )
-def test_rounding_goes_on_where_a_checkpoint_stopped(options: Any) -> None:
+def test_resumed_rounding_is_bit_identical(options: Any) -> None:
     def callbacks() -> list[pl.Callback]:
         return [UnitScaleCallback(**options)]
 
@@ -126,7 +126,7 @@ def test_rounding_goes_on_where_a_checkpoint_stopped(options: Any) -> None:
     assert_same_bits(resumed.weights, whole.weights)
 
 
-def test_only_what_is_asked_for_moves() -> None:
+def test_grid_moves_only_if_requested() -> None:
     fixed, moving = (
         UnitScaleCallback(simulate=Simulate("fp8", grid=grid)) for grid in ("fixed", "moving")
     )
@@ -150,7 +150,7 @@ def test_the_module_is_restored() -> None:
         ("bf16", ("BF16", "BF16")),
     ],
 )
-def test_from_a_command_line(given: str, expected: tuple[str, str]) -> None:
+def test_simulate_from_command_line(given: str, expected: tuple[str, str]) -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(UnitScaleCallback, "callback")
@@ -158,7 +158,7 @@ def test_from_a_command_line(given: str, expected: tuple[str, str]) -> None:
     assert tuple(map(get_format, callback.simulate.formats)) == tuple(map(get_format, expected))
 
 
-def test_wrong_settings() -> None:
+def test_bad_simulate_settings_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"simulate='fp7': unknown number format"):
         UnitScaleCallback(simulate="fp7")
     with pytest.raises(ValueError, match=r"3 formats. Expected 'fp8', a format, or a pair"):

@@ -119,7 +119,7 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_step_keeps_outside(kind: str) -> None:
+def test_state_outside_module_is_bit_identical(kind: str) -> None:
     _, callbacks = assert_same_run(lambda: Keeping(*KINDS[kind]), both)
     assert matmuls_run(callbacks) > 0
 
@@ -137,7 +137,7 @@ def test_an_evaluation_reads_an_iterator_once() -> None:
 @pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"precision": "fp8"}])
 @pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* matmuls scaled")
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
-def test_rounded_matmuls_read_an_iterator_once_too(options: dict[str, Any]) -> None:
+def test_rounded_matmuls_read_iterator_once(options: dict[str, Any]) -> None:
     """They need units immediately, and measure the operands that they are about to round."""
     found = run(lambda: Keeping(*KINDS["generator"]), [UnitScaleCallback(**options)], max_steps=6)
     assert len(list(found.module.kept)) == len(_others()) - 6
@@ -166,14 +166,14 @@ class Validated(Starting):
         return self.loss(batch) + self.shift
 
 
-def test_a_step_that_reads_what_a_hook_has_set() -> None:
+def test_step_reads_state_set_by_hook() -> None:
     _, callbacks = assert_same_run(Starting, both)
     assert matmuls_run(callbacks) > 0
     _, callbacks = assert_same_run(Validated, both, entry="validate")
     assert matmuls_run(callbacks) > 0
 
 
-def test_rules_rehearse_with_the_hook() -> None:
+def test_rules_rehearsal_runs_hook() -> None:
     run(Starting, [UnitScaleCallback("unit-scaling")], max_steps=2)
 
 

@@ -78,7 +78,7 @@ def _extra(self: Any, batch: Any, batch_idx: int, extra: Any = None) -> Any:
     [_dict, _tensor, _tensor_of_one_element, _none, _none_by_value, _no_index, _keywords, _extra],
 )
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
-def test_what_a_step_returns_and_takes(step: Any) -> None:
+def test_return_values_and_arguments_of_steps(step: Any) -> None:
     _, callbacks = assert_same_run(regression_with(step), max_steps=4)
     gauge = unit_scale_of(callbacks).gauge
     assert gauge.pair("first.linear:input").log2_sigma < -4
@@ -99,7 +99,7 @@ def _decorated(step: Any) -> Any:
 @pytest.mark.parametrize(
     "make_callbacks", [both, *(ARRANGEMENTS[n] for n in ("unit scale", "monitor"))]
 )
-def test_a_decorated_step_without_an_index(make_callbacks: Any) -> None:
+def test_decorated_step_without_batch_idx(make_callbacks: Any) -> None:
     assert_same_run(regression_with(_decorated(_no_index)), make_callbacks, max_steps=3)
 
 
@@ -153,7 +153,7 @@ def _from_attributes(self: Any, batch: Any, batch_idx: int) -> Any:
         (_as_dataclass, _from_attributes),
     ],
 )
-def test_batches(collate: Any, step: Any) -> None:
+def test_batch_structures_are_bit_identical(collate: Any, step: Any) -> None:
     _, callbacks = assert_same_run(
         regression_with(step), data=lambda: loader(12, 4, collate_fn=collate)
     )
@@ -198,7 +198,7 @@ class Logging(Evaluated):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
-def test_logging(captured: bool) -> None:
+def test_logged_values_are_identical(captured: bool) -> None:
     found, callbacks = assert_same_run(
         Logging,
         lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
@@ -228,7 +228,7 @@ def _log_and_go_on(self: Any, batch: Any, batch_idx: int) -> Any:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_step_that_goes_on_with_what_it_has_logged(captured: bool) -> None:
+def test_step_that_uses_logged_values(captured: bool) -> None:
     found, _ = assert_same_run(
         regression_with(_log_and_go_on),
         lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
@@ -274,7 +274,7 @@ class Keeping(Regression):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("captured", [False, True])
-def test_what_a_step_keeps(captured: bool) -> None:
+def test_state_kept_on_module_matches_plain_run(captured: bool) -> None:
     found, _ = assert_same_run(
         Keeping,
         lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
@@ -334,7 +334,7 @@ class Changing(Regression):
 @pytest.mark.parametrize(
     ("step", "at_most"), [(_append, 2), (_count, 2), (_by_global_step, 3), (_by_index, 2)]
 )
-def test_what_changes_at_every_step(
+def test_changing_state_limits_recompilations(
     step: Any, at_most: int, executor: str, torch_kernels: None
 ) -> None:
     kind = type("Changed", (Changing,), {"training_step": step})
@@ -357,7 +357,7 @@ def test_what_changes_at_every_step(
 
 
 @pytest.mark.parametrize("step", [_append, _count, _by_global_step, _by_index])
-def test_what_changes_at_every_step_is_not_captured(step: Any) -> None:
+def test_changing_state_without_capture_is_bit_identical(step: Any) -> None:
     kind = type("Changed", (Changing,), {"training_step": step})
     found, made = assert_same_run(kind, both, data=lambda: loader(36), max_steps=9)
     assert steps_of(found.module) is None
@@ -373,7 +373,7 @@ def _append_by_key(self: Any, batch: Any, batch_idx: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_step_that_would_be_captured_again_and_again_is_not(
+def test_repeatedly_recaptured_step_runs_uncaptured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module_state, "MANY_CAPTURES", 3)
@@ -398,7 +398,7 @@ def _random(self: Any, batch: Any, batch_idx: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_random_numbers_are_consumed_as_before() -> None:
+def test_random_state_matches_plain_run() -> None:
     # The states of torch's, Python's and NumPy's generators are part of the comparison.
     assert_same_run(regression_with(_random))
 
@@ -410,7 +410,7 @@ def _by_epoch(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss * (1 + self.global_step / 10)
 
 
-def test_a_step_that_follows_the_epoch() -> None:
+def test_step_that_depends_on_epoch() -> None:
     _, callbacks = assert_same_run(
         regression_with(_by_epoch), max_epochs=4, max_steps=-1, data=lambda: loader(8)
     )
@@ -424,7 +424,7 @@ def _hooked(self: Any, batch: Any, batch_idx: int) -> Any:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_hooks_of_the_user(captured: bool) -> None:
+def test_user_hooks_are_bit_identical(captured: bool) -> None:
     assert_same_run(
         regression_with(_hooked),
         lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],
@@ -490,7 +490,7 @@ class Nested(Regression):
         return ((prediction - batch[1]).square() * self.weights).mean()
 
 
-def test_a_module_within_a_module() -> None:
+def test_nested_lightning_module() -> None:
     assert_same_run(Nested)
 
 
@@ -506,7 +506,7 @@ class Finetuned(Regression):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_weights_that_thaw(captured: bool) -> None:
+def test_weights_unfrozen_during_training(captured: bool) -> None:
     _, callbacks = assert_same_run(
         Finetuned,
         lambda: [UnitScaleCallback(), both()[1], *[Capturing()] * captured],

@@ -53,7 +53,7 @@ WITH_VALIDATION = {"val_dataloaders": loader(6)}
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 @pytest.mark.filterwarnings("ignore:You are overriding")
 @pytest.mark.filterwarnings("ignore:.*barebones")
-def test_options(options: dict[str, Any]) -> None:
+def test_trainer_options_are_bit_identical(options: dict[str, Any]) -> None:
     assert_same_run(Evaluated, entry_options=WITH_VALIDATION, **options)
 
 
@@ -66,7 +66,7 @@ def test_fast_dev_run(fast: Any) -> None:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_evaluation_alone(entry: str, captured: dict[str, Any]) -> None:
+def test_evaluation_without_fit_has_units(entry: str, captured: dict[str, Any]) -> None:
     _, callbacks = assert_same_run(
         Evaluated,
         lambda: [UnitScaleCallback(**captured), ScaleMonitor()],
@@ -171,7 +171,7 @@ def test_a_combined_loader() -> None:
 
 
 @pytest.mark.parametrize("how", ["both", "both, reversed"])
-def test_several_loggers(tmp_path: Path, how: str) -> None:
+def test_several_loggers_are_bit_identical(tmp_path: Path, how: str) -> None:
     loggers = [TensorBoardLogger(tmp_path, name="board"), CSVLogger(tmp_path, name="csv")]
     callbacks = ARRANGEMENTS[how]()
     found = run(Evaluated, callbacks, entry_options=WITH_VALIDATION, logger=loggers)

@@ -66,7 +66,9 @@ def _searched(callback: UnitScaleCallback | None, *, as_callback: bool) -> tuple
 
 @pytest.mark.parametrize("as_callback", [True, False])
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_a_search_in_fp8_has_units(as_callback: bool, tmp_path: Any, monkeypatch: Any) -> None:
+def test_learning_rate_search_in_fp8_has_units(
+    as_callback: bool, tmp_path: Any, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     plain, _ = _searched(None, as_callback=as_callback)
     lossless, _ = _searched(UnitScaleCallback(), as_callback=as_callback)
@@ -85,7 +87,9 @@ def test_a_search_in_fp8_has_units(as_callback: bool, tmp_path: Any, monkeypatch
 
 @pytest.mark.parametrize("as_callback", [True, False])
 @pytest.mark.parametrize("method", ["unit-scaling", "u-mup"])
-def test_no_search_for_a_model_by_rules(method: Any, as_callback: bool, tmp_path: Any) -> None:
+def test_learning_rate_search_by_rules_is_an_error(
+    method: Any, as_callback: bool, tmp_path: Any
+) -> None:
     """It would find the rate of the plain model, which the rules then make another one."""
     module = Faint()
     finder = [LearningRateFinder(num_training_steps=8)] if as_callback else []

@@ -34,7 +34,7 @@ class Looking(Regression):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
-def test_embeddings_that_write_into_their_weight(how: str) -> None:
+def test_embeddings_with_max_norm(how: str) -> None:
     def make() -> Looking:
         return Looking(
             nn.Embedding(5, 6, padding_idx=0, max_norm=0.5),
@@ -142,7 +142,7 @@ def test_sparse_gradients_by_rules(by_hand: bool) -> None:
 
 
 @pytest.mark.parametrize("how", EXACT)
-def test_sparse_gradients_with_an_optimizer_of_their_own(how: str) -> None:
+def test_sparse_gradients_with_separate_optimizer(how: str) -> None:
     class Sparse(Looking):
         automatic_optimization = False
 
@@ -170,7 +170,7 @@ def test_sparse_gradients_with_an_optimizer_of_their_own(how: str) -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_rows_of_different_lengths(how: str) -> None:
+def test_jagged_rows(how: str) -> None:
     class Ragged(Regression):
         def forward(self, x: Tensor) -> Tensor:
             rows = [x[i : i + 1 + i % 2] for i in range(len(x))]
@@ -228,7 +228,7 @@ class Clipping(Regression):
 @pytest.mark.parametrize("how", EXACT)
 @pytest.mark.parametrize("where", ["hooks", "function", "module"])
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_gradients_that_the_user_clips(where: str, how: str) -> None:
+def test_gradients_clipped_by_user(where: str, how: str) -> None:
     assert_same_run(lambda: Clipping(where), ARRANGEMENTS[how])
 
 
@@ -260,7 +260,7 @@ class Attending(Regression):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("how", EXACT)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_lengths_that_change(dropout: float, how: str) -> None:
+def test_changing_sequence_lengths(dropout: float, how: str) -> None:
     options: dict[str, Any] = {
         "data": lambda: loader(30, 3, collate_fn=_of_one_length),
         "max_steps": 10,

@@ -114,7 +114,7 @@ SPECIAL = {
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_plan_would_change_its_meaning(kind: type[Checkpointed]) -> None:
+def test_special_checkpoint_disables_plan_with_warning(kind: type[Checkpointed]) -> None:
     expected = run(kind)
     with pytest.warns(UserWarning, match=rf"the checkpoint at .*\.py:\d+ {SPECIAL[kind]}"):
         found = run(kind, [RematCallback("min_cut")])
@@ -124,7 +124,7 @@ def test_a_plan_would_change_its_meaning(kind: type[Checkpointed]) -> None:
 @pytest.mark.parametrize(
     "kind", [Checkpointed, NoRandomNumbers, ReentrantWithGradient, ReentrantBehindHook]
 )
-def test_a_plan_honors_it(kind: type[Checkpointed]) -> None:
+def test_plan_respects_user_checkpoint(kind: type[Checkpointed]) -> None:
     expected, callback = run(kind), RematCallback("min_cut")
     found = run(kind, [callback])
     assert callback.reports
@@ -132,7 +132,7 @@ def test_a_plan_honors_it(kind: type[Checkpointed]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Normalized, Counted, OtherMasks])
-def test_rules_run_around_it(kind: type[Checkpointed]) -> None:
+def test_rules_train_with_user_checkpoint(kind: type[Checkpointed]) -> None:
     found = run(kind, [UnitScaleCallback("u-mup")])
     assert all(weight.isfinite().all() for weight in found.weights.values())
 
@@ -177,6 +177,6 @@ class Compressed(Checkpointed):
 
 
 @pytest.mark.filterwarnings("ignore:.*no graph could be captured")
-def test_no_plan_changes_what_the_users_hooks_save() -> None:
+def test_plan_keeps_user_saved_tensor_hooks() -> None:
     runs = [run(Compressed, callbacks) for callbacks in ([], [RematCallback("min_cut")])]
     assert_same_bits(runs[1].compared(), runs[0].compared())

@@ -59,7 +59,7 @@ def _fit(
     return callback
 
 
-def test_a_layer_is_out_of_fp8_from_the_next_step_until_a_recalibration() -> None:
+def test_misfit_layer_leaves_fp8_until_recalibration() -> None:
     callback = _fit((2,), "widen")
     # It still runs in FP8 in the step that it does not fit. Step 5 measures again.
     assert callback.seen == ["88", "88", "-8", "-8", "-8", "-8", "88"]
@@ -68,7 +68,7 @@ def test_a_layer_is_out_of_fp8_from_the_next_step_until_a_recalibration() -> Non
     assert "Back in the finer format from step 5 on: first.linear" in text
 
 
-def test_loggers_get_an_event(tmp_path: Path) -> None:
+def test_format_changes_are_logged(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     _fit((2,), "widen", logger=logger)
     events = EventAccumulator(logger.log_dir).Reload()
@@ -79,7 +79,7 @@ def test_loggers_get_an_event(tmp_path: Path) -> None:
     assert texts[1] == "- Back in the finer format from step 5 on: first.linear"
 
 
-def test_the_checkpoint_has_it() -> None:
+def test_checkpoint_keeps_widened_layers() -> None:
     callback = _fit((2,), "widen", steps=4)
     state = callback._matmuls.state_dict()
     assert list(state["fp8_unfit"]) == ["first.linear"]
@@ -88,10 +88,10 @@ def test_the_checkpoint_has_it() -> None:
     assert not other._fp8.runs("first.linear")
 
 
-def test_by_default_operands_are_checked_at_recalibrations_alone() -> None:
+def test_default_checks_operands_only_at_recalibration() -> None:
     assert _fit((2,), "leave").seen == ["88"] * 7
 
 
-def test_another_reaction_is_refused() -> None:
+def test_unknown_on_misfit_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^on_misfit='stop': not a reaction"):
         FP8(on_misfit="stop")  # type: ignore[arg-type]

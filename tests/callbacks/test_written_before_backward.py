@@ -98,7 +98,7 @@ WRITES = [
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.0, "min_cut"])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_plan_reads_what_the_plain_run_reads(write: Write, budget: Any) -> None:
+def test_planned_run_matches_plain_run(write: Write, budget: Any) -> None:
     planned, plain = (
         run(lambda: Written(write), callbacks, max_steps=3)
         for callbacks in ([RematCallback(budget)], [])
@@ -106,7 +106,7 @@ def test_a_plan_reads_what_the_plain_run_reads(write: Write, budget: Any) -> Non
     assert_same_bits((planned.outputs, planned.weights), (plain.outputs, plain.weights))
 
 
-def test_what_a_plain_run_refuses_is_refused() -> None:
+def test_invalid_in_place_write_is_an_error() -> None:
     @torch.no_grad()
     def write(module: Written) -> None:
         module.second.weight.mul_(0.5)
@@ -116,7 +116,7 @@ def test_what_a_plain_run_refuses_is_refused() -> None:
             run(lambda: Written(write), callbacks, max_steps=2)
 
 
-def test_the_mode_ends_with_the_backward_pass() -> None:
+def test_dispatch_mode_ends_with_backward_pass() -> None:
     seen = []
 
     class Looks(pl.Callback):

@@ -91,7 +91,7 @@ WRITES = [clamped, normalized, by_vector, averaged, swapped, replaced]
     "in_hook", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["step", "hook"]
 )
 @pytest.mark.parametrize("write", WRITES)
-def test_a_plan_has_the_plain_bits(write: Write, in_hook: bool) -> None:
+def test_planned_weight_writes_are_bit_identical(write: Write, in_hook: bool) -> None:
     def make() -> Writes:
         return Writes(write, in_hook=in_hook)
 
@@ -110,7 +110,7 @@ def test_a_plan_has_the_plain_bits(write: Write, in_hook: bool) -> None:
     ],
     ids=["symmetric", "weight norm", "spectral norm", "orthogonal"],
 )
-def test_a_plan_of_weights_that_are_computed(change: Callable[[nn.Module], Any]) -> None:
+def test_plan_of_computed_weights(change: Callable[[nn.Module], Any]) -> None:
     def make() -> Writes:
         module = Writes(lambda _: None)
         change(module.second)
@@ -139,7 +139,7 @@ class Expects(pl.Callback):
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("write", WRITES)
-def test_rules_keep_what_a_step_writes(write: Write) -> None:
+def test_rules_keep_values_written_by_step(write: Write) -> None:
     expects = Expects()
     run(
         lambda: Writes(write, rate=0.0),

@@ -37,7 +37,7 @@ class Looks(nn.Module):
 
 
 @pytest.mark.skipif(IS_TORCH_2_11, reason="Dynamo of torch 2.11 traces the search, which breaks")
-def test_a_package_that_is_not_installed() -> None:
+def test_check_for_missing_package_is_captured() -> None:
     module = Looks()
     tracked = captured_copy(module)
     assert_same_bits(run(tracked, X), run(module, X))
@@ -71,7 +71,7 @@ def _not_asked_yet() -> None:
 @pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_that_count_classes(name: str) -> None:
+def test_classification_metrics_match_plain_module(name: str) -> None:
     plain = Counts(METRICS[name]())
     planned = remat(copy.deepcopy(plain), "min_cut")
     vars(imports._XLA_AVAILABLE).pop("available", None)
@@ -84,7 +84,7 @@ def test_metrics_that_count_classes(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_under_rules(name: str) -> None:
+def test_metrics_are_updated_under_rules(name: str) -> None:
     scaled = unit_scale(Counts(METRICS[name]()))
     scaled(X).backward()
     assert scaled.metric.update_called

@@ -76,7 +76,7 @@ EXACT: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EXACT)
-def test_writes_through_data(kind: type[nn.Module], name: str) -> None:
+def test_writes_through_data_match_plain_module(kind: type[nn.Module], name: str) -> None:
     torch.manual_seed(0)
     plain = kind()
     rewritten = EXACT[name](copy.deepcopy(plain))
@@ -85,7 +85,7 @@ def test_writes_through_data(kind: type[nn.Module], name: str) -> None:
         assert_same_bits(dict(rewritten.named_parameters()), dict(plain.named_parameters()))
 
 
-def test_a_teacher_under_rules() -> None:
+def test_ema_teacher_is_updated_under_rules() -> None:
     torch.manual_seed(0)
     scaled = unit_scale(Teacher())
     scaled(X)  # sets the weights

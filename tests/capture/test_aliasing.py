@@ -21,7 +21,7 @@ from lightning_unitscale.capture.aliasing import (
 from tests.helpers import assert_same_bits, captured, run
 
 
-def test_who_shares_memory_with_a_mutated_tensor() -> None:
+def test_aliases_of_mutated_tensor_are_found() -> None:
     def function(x: Tensor) -> Tensor:
         y = x * 2
         first, second = y.chunk(2, dim=0)
@@ -39,7 +39,7 @@ def test_who_shares_memory_with_a_mutated_tensor() -> None:
     assert by_target["view"].name not in aliased
 
 
-def test_which_operations_hand_their_argument_back() -> None:
+def test_operations_that_return_their_argument_are_detected() -> None:
     def function(x: Tensor) -> Tensor:
         y = x.exp()
         y = F.dropout(y.float().contiguous().type_as(x), 0.0)
@@ -66,7 +66,7 @@ def test_which_operations_hand_their_argument_back() -> None:
     assert sum(found.values()) == 5
 
 
-def test_which_results_nobody_else_looks_into() -> None:
+def test_results_without_aliases_are_found() -> None:
     def function(x: Tensor) -> tuple[Tensor, ...]:
         own = x * 2
         whole = (x + 1).sin()
@@ -82,7 +82,7 @@ def test_which_results_nobody_else_looks_into() -> None:
 
 
 @pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
-def test_an_embedding_that_shortens_its_rows_writes_into_its_weight(function: Any) -> None:
+def test_embedding_with_max_norm_writes_into_its_weight(function: Any) -> None:
     def looked_up(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return function(index, weight, max_norm=1.0), function(index, weight)
 
@@ -100,7 +100,7 @@ def _returned(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 @pytest.mark.parametrize(("function", "by_default"), [(F.dropout, False), (F.alpha_dropout, True)])
-def test_which_dropout_hands_its_argument_back_by_default(function: Any, by_default: bool) -> None:
+def test_dropout_inactive_by_default_returns_its_argument(function: Any, by_default: bool) -> None:
     graph = captured(lambda x: function(x, 0.4), torch.zeros(2)).graph
     (dropped,) = _returned(graph)
     assert (same_tensor(dropped) is dropped.args[0]) == by_default
@@ -173,7 +173,7 @@ _WRITES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", _WRITES)
-def test_a_write_through_an_alias_is_seen(name: str) -> None:
+def test_write_through_alias_is_detected(name: str) -> None:
     def function(x: Tensor) -> Tensor:
         h = x * 2
         h += 1
@@ -188,7 +188,7 @@ def test_a_write_through_an_alias_is_seen(name: str) -> None:
     assert any(written_arguments(node) for node in graph_module.graph.nodes)
 
 
-def test_two_inputs_with_one_storage_share_it() -> None:
+def test_inputs_with_shared_storage_are_aliases() -> None:
     base = torch.randn(4, 4)
     graph = captured(lambda a, b: a.data.add_(1) + b[0], base, base.view(16)).graph
     first, second = graph.find_nodes(op="placeholder")
@@ -196,7 +196,7 @@ def test_two_inputs_with_one_storage_share_it() -> None:
     assert {first, second} <= aliased_by_mutation(graph)
 
 
-def test_a_checkpoint_writes_into_what_its_body_writes_into() -> None:
+def test_checkpoint_mutates_inputs_that_its_body_mutates() -> None:
     def body(x: Tensor, seen: Tensor) -> Tensor:
         seen.data.add_(1)
         return x.sin()
@@ -225,7 +225,7 @@ class _ReluInPlace(torch.autograd.Function):
         return gradient * (x > 0)
 
 
-def test_an_autograd_function_writes_into_what_its_forward_pass_writes_into() -> None:
+def test_autograd_function_mutates_inputs_of_its_forward() -> None:
     def function(x: Tensor) -> Tensor:
         h = x.exp()
         return _ReluInPlace.apply(h) + x.cos()

@@ -60,7 +60,7 @@ def _line_of(kind: type) -> str:
     return f"{__file__}:{next(i for i in range(start, 999) if '# the line' in lines[i]) + 1}"
 
 
-def test_reasons_of_graph_breaks_since() -> None:
+def test_graph_break_reasons_since_mark() -> None:
     before = num_graph_breaks()
 
     def function(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_reasons_of_graph_breaks_since() -> None:
     assert graph_breaks_since(num_graph_breaks()) == []
 
 
-def test_a_graph_break_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_graph_break_is_reported_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     tracked = captured_copy(Breaks())
     tracked(X)
     report = tracked.explain()  # type: ignore[operator]
@@ -85,7 +85,7 @@ def test_a_graph_break_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
 
 
-def test_an_error_of_dynamo_under_rules_is_ours() -> None:
+def test_dynamo_error_under_rules_is_short_and_clear() -> None:
     scaled = unit_scale(Fails())
     with pytest.raises(RuntimeError, match=r"^Fails\.forward cannot be captured: ") as found:
         scaled(X)
@@ -95,7 +95,7 @@ def test_an_error_of_dynamo_under_rules_is_ours() -> None:
     assert found.value.__cause__ is None
 
 
-def test_what_runs_as_it_is_is_said_once() -> None:
+def test_uncaptured_step_warns_once() -> None:
     module = Fails()
     tracked = captured_copy(module)
     with warnings.catch_warnings(record=True) as caught:
@@ -107,7 +107,7 @@ def test_what_runs_as_it_is_is_said_once() -> None:
     assert _line_of(Fails) in ours[0] and len(ours[0]) < 600
 
 
-def test_short_reasons() -> None:
+def test_break_reasons_are_shortened() -> None:
     text = "Some title\n  Explanation: Dynamo does not know `print`.\n  Hint: Do not.\n"
     assert short_reason(text) == "Dynamo does not know `print`"
     assert short_reason("Only a title") == "Only a title"
@@ -142,7 +142,7 @@ def _hooks() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize("block", [_hooks, torch.autograd.graph.save_on_cpu])
-def test_blocks_that_save_tensors_in_their_own_way_are_named(block: Any) -> None:
+def test_block_with_saved_tensor_hooks_is_reported(block: Any) -> None:
     module = SavesInside(block)
     tracked = captured_copy(module)
     with pytest.warns(UserWarning, match="saves tensors in its own way") as caught:
@@ -152,7 +152,7 @@ def test_blocks_that_save_tensors_in_their_own_way_are_named(block: Any) -> None
     assert f"{__file__}:" in str(caught[0].message)
 
 
-def test_such_a_block_around_a_step_is_none_of_its_business() -> None:
+def test_saved_tensor_hooks_around_step_do_not_break_graph() -> None:
     module = SavesInside(nullcontext)
     tracked = captured_copy(module)
     with _hooks():

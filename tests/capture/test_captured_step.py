@@ -123,7 +123,7 @@ def _run_plain(graph: Any, inputs: tuple[Any, ...]) -> Any:
 
 
 @pytest.mark.slow
-def test_nothing_of_the_step_runs_but_its_graph_which_is_undone() -> None:
+def test_rehearsal_runs_only_graph_and_is_undone() -> None:
     module, x = Keeping(), torch.randn(3, 2)
     step = _captured(module)
     before, given = _state(module), x.clone()
@@ -146,7 +146,7 @@ def test_nothing_of_the_step_runs_but_its_graph_which_is_undone() -> None:
     assert module.number == NUMBER == 1
 
 
-def test_a_step_of_several_graphs_says_so_and_has_not_run() -> None:
+def test_step_with_graph_break_is_an_error_and_does_not_run() -> None:
     class Printing(Keeping):
         def forward(self, x: Tensor) -> Tensor:
             self.number += 1
@@ -163,7 +163,7 @@ def test_a_step_of_several_graphs_says_so_and_has_not_run() -> None:
     assert (module.number, len(step.graphs)) == (1, 2)
 
 
-def test_a_number_that_is_read_off_a_tensor_is_not_captured() -> None:
+def test_step_that_calls_item_is_not_one_graph() -> None:
     class Reading(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = super().forward(x)
@@ -176,7 +176,7 @@ def test_a_number_that_is_read_off_a_tensor_is_not_captured() -> None:
     assert not hasattr(module, "mean")
 
 
-def test_an_error_of_the_user_s_is_left_to_the_real_call() -> None:
+def test_user_error_is_raised_by_real_call() -> None:
     class Failing(Keeping):
         def forward(self, x: Tensor) -> Tensor:
             raise KeyError("mine")
@@ -189,7 +189,7 @@ def test_an_error_of_the_user_s_is_left_to_the_real_call() -> None:
         module(torch.randn(3, 2))
 
 
-def test_no_backward_pass_leaves_the_graph() -> None:
+def test_backward_pass_stops_at_inputs_of_graph() -> None:
     """The graph that computed an input belongs to the caller, who runs its backward pass."""
     weight = nn.Parameter(torch.ones(2))
     x = torch.randn(3, 2) * weight

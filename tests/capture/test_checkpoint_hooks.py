@@ -36,12 +36,12 @@ class Frozen(nn.Module):
 
 # Torch 2.11 captures nothing of it.
 @pytest.mark.filterwarnings("ignore:Frozen.forward. no graph could be captured")
-def test_the_hook_runs_between_two_graphs() -> None:
+def test_input_require_grads_hook_runs_between_two_graphs() -> None:
     module = Frozen(breaks=True)
     assert_same_bits(run(captured_copy(module), IDS), run(module, IDS))
 
 
-def test_the_hook_breaks_no_whole_step() -> None:
+def test_input_require_grads_hook_keeps_whole_graph() -> None:
     module = Frozen(breaks=False)
     captured = captured_copy(module)
     assert_same_bits(run(captured, IDS), run(module, IDS))

@@ -45,7 +45,7 @@ def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(one.grad.clone() for one in module.parameters())]
 
 
-def test_a_copy_is_compiled(executed: list[str]) -> None:
+def test_compile_returns_compiled_copy(executed: list[str]) -> None:
     net, x = Net(), torch.randn(5, 6)
     compiled = compile(net)
     assert executed == []
@@ -56,7 +56,7 @@ def test_a_copy_is_compiled(executed: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_in_any_order_with_other_transforms(executed: list[str]) -> None:
+def test_compile_composes_with_transforms_in_any_order(executed: list[str]) -> None:
     net, x = Net(), torch.randn(5, 6) * 30
     for module in (
         compile(track_scales(lossless_unit_scale(net, x))),
@@ -82,7 +82,7 @@ def test_a_module_compiled_by_the_user_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_itself(torch_kernels: None) -> None:
+def test_real_inductor_matches_plain_module(torch_kernels: None) -> None:
     net, x = Net(), torch.randn(5, 6)
     compiled = compile(track_scales(net))
     torch.testing.assert_close(gradients(compiled, x), gradients(net, x))
@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.slow
-def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_not_recomputed_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not again in the backward pass, for the random numbers that it might draw."""
     found: list[str] = []
 
@@ -132,7 +132,7 @@ MODES = [("default", False, False), ("reduce-overhead", True, False), ("max-auto
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("mode", "has_cuda_graphs", "is_tuned"), MODES)
-def test_a_mode_reaches_inductor(
+def test_compile_mode_reaches_inductor(
     mode: Any, has_cuda_graphs: bool, is_tuned: bool, torch_kernels: None
 ) -> None:
     """And new units compile nothing."""
@@ -152,12 +152,12 @@ def test_a_mode_reaches_inductor(
     assert compiled == [(has_cuda_graphs, is_tuned)] * 2  # a forward and a backward graph
 
 
-def test_a_mode_that_is_none() -> None:
+def test_unknown_compile_mode_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"mode='fast': unknown. Expected 'default', "):
         compile(Net(), "fast")
 
 
-def test_who_asks_for_no_mode_leaves_that_of_others() -> None:
+def test_default_mode_keeps_mode_set_before() -> None:
     _, step = captured_forward(Net(), "first")
     step.owner.use_executor("inductor", "max-autotune")
     step.owner.use_executor("inductor")

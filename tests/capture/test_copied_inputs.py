@@ -49,7 +49,7 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_inputs_that_deepcopy_refuses(name: str) -> None:
+def test_inputs_that_deepcopy_cannot_copy(name: str) -> None:
     plain, x = network(), INPUTS[name]()
     with pytest.raises(RuntimeError):
         copy.deepcopy(x)
@@ -64,7 +64,7 @@ def test_inputs_that_deepcopy_refuses(name: str) -> None:
     assert "2 by rule" in by_rules.explain()  # type: ignore[operator]
 
 
-def test_what_is_copied() -> None:
+def test_detached_copy_copies_each_tensor_once() -> None:
     leaf = torch.ones(2, requires_grad=True)
     computed = leaf * 2
     held = SimpleNamespace(inner=[computed])
@@ -90,7 +90,7 @@ class Shy(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def test_a_copy_keeps_its_class() -> None:
+def test_detached_copy_keeps_tensor_class() -> None:
     given = torch.randn(3).as_subclass(Shy)
     computed = (torch.randn(3, requires_grad=True) * 2).as_subclass(Shy)
     for tensor in (given, computed):
@@ -101,7 +101,7 @@ def test_a_copy_keeps_its_class() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4))])
-def test_the_copy_of_a_scripted_module_can_be_trained(how: Any) -> None:
+def test_copy_of_scripted_module_is_trainable(how: Any) -> None:
     copied = track_scales(nn.Sequential(nn.Linear(4, 4), how(network())))
     loss = copied(torch.randn(3, 4)).square().mean()
     optimizer = torch.optim.SGD(copied.parameters(), 0.1)

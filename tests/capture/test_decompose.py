@@ -177,7 +177,7 @@ _KINDS = list(
 
 
 @pytest.mark.parametrize("kind", sampled(_KINDS, 5))
-def test_attention_of_other_types_causal_and_grouped(kind: tuple[torch.dtype, bool, bool]) -> None:
+def test_attention_dtypes_causal_and_grouped_query(kind: tuple[torch.dtype, bool, bool]) -> None:
     dtype, causal, gqa = kind
     function = _attention(dropout_p=0.1, is_causal=causal, enable_gqa=gqa)
     heads = 2 if gqa else 4
@@ -216,7 +216,7 @@ def test_attention_in_a_checkpoint_is_expanded_too() -> None:
     assert _targets(body).count(attention_matmul) == 2
 
 
-def test_the_result_keeps_the_name_of_the_composite() -> None:
+def test_decomposed_result_keeps_name_of_attention() -> None:
     inputs = _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8)
     graph_module = _expanded(_attention(dropout_p=0.1), *inputs)
     names = [tensor_name(node) for node in graph_module.graph.nodes]
@@ -240,7 +240,7 @@ class _Attending(nn.Module):
 
 
 @pytest.mark.slow
-def test_graphs_of_dynamic_shape_are_opened_for_every_shape() -> None:
+def test_dynamic_shape_graphs_are_decomposed() -> None:
     module, graphs = _Attending(), []
 
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
@@ -264,7 +264,7 @@ def test_graphs_of_dynamic_shape_are_opened_for_every_shape() -> None:
     assert dynamic.count(attention_matmul) == 4
 
 
-def test_an_attention_whose_sizes_nothing_tells_stays_whole() -> None:
+def test_attention_of_unknown_size_is_not_decomposed() -> None:
     graph_module = captured(_attention(dropout_p=0.1), *(_tensor(2, 2, 5, 8) for _ in range(3)))
     size = ShapeEnv().create_unbacked_symint()
     with pytest.raises(UnknownSize):
@@ -285,7 +285,7 @@ def _refused(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("kernels", [[SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION]])
-def test_attention_with_a_kernel_of_the_users_choice(kernels: list[SDPBackend]) -> None:
+def test_attention_with_user_selected_kernel(kernels: list[SDPBackend]) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(kernels):
             first = F.scaled_dot_product_attention(q, k, v)

@@ -53,7 +53,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Masked, Remembers])
-def test_what_a_step_sets_and_deletes(kind: type[nn.Module]) -> None:
+def test_attributes_set_and_deleted_match_plain_module(kind: type[nn.Module]) -> None:
     plain = kind()
     planned = remat(copy.deepcopy(plain), "min_cut")
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_what_a_step_sets_and_deletes(kind: type[nn.Module]) -> None:
     assert [*dict(planned.named_parameters())] == [*dict(plain.named_parameters())]
 
 
-def test_a_weight_that_is_replaced_under_rules() -> None:
+def test_replaced_weight_under_rules_repeats_exactly() -> None:
     scaled = unit_scale(Masked())
     run(scaled, X)  # the parameter goes to the end of the layer's dictionary, as it does uncaptured
     assert_same_bits(run(scaled, X), run(scaled, X))

@@ -43,7 +43,7 @@ def _capture(module: nn.Module, *inputs: Any) -> CapturedGraph:
     return graph
 
 
-def test_inputs_are_told_apart() -> None:
+def test_graph_inputs_have_kind_and_fqn() -> None:
     x = torch.randn(3, 4)
     torch._dynamo.mark_dynamic(x, 0)
     graph = _capture(Network(), x, 2)
@@ -94,7 +94,7 @@ def test_compiled_modules_are_recognized() -> None:
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
-def test_executors_run_a_graph_as_it_is(executor: executors.Executor) -> None:
+def test_executors_do_not_change_results(executor: executors.Executor) -> None:
     network, x = Network(), torch.randn(3, 4, requires_grad=True)
     expected = run(network, x, 2)
 
@@ -115,7 +115,7 @@ def test_the_original_error_is_unwrapped() -> None:
     assert capture.original_error(outer) is inner
 
 
-def test_forgotten_functions_are_captured_again() -> None:
+def test_reset_functions_are_captured_again() -> None:
     graphs = []
 
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
@@ -136,7 +136,7 @@ def test_forgotten_functions_are_captured_again() -> None:
     capture.forget_captures(torch.nn.Identity())  # no code that Dynamo could have captured
 
 
-def test_types_of_autocast_inside_and_around() -> None:
+def test_dtypes_under_autocast_inside_and_outside_step() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         a = F.linear(x, w)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -157,7 +157,7 @@ def test_types_of_autocast_inside_and_around() -> None:
     assert [states.get(node) for node in linears] == [bf16, bf16, None, bf16, bf16]
 
 
-def test_a_recurrent_kernel_is_one_operation_of_the_graph() -> None:
+def test_recurrent_kernel_is_one_node() -> None:
     """Without this, Dynamo gives up on every frame that mentions a recurrent kernel."""
 
     class Encoder(nn.Module):

@@ -91,7 +91,7 @@ def _compare(function: Callable[..., Any], graph_module: fx.GraphModule, *inputs
 
 
 @pytest.mark.parametrize("name", _REWRITTEN)
-def test_values_and_gradients_stay(name: str) -> None:
+def test_values_and_gradients_do_not_change(name: str) -> None:
     function = _REWRITTEN[name]
     x = torch.randn(5, 4, requires_grad=True)
     graph_module = captured(function, x)
@@ -171,7 +171,7 @@ _KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", _KEPT)
-def test_what_cannot_be_rewritten_is_kept_and_named(name: str) -> None:
+def test_in_place_operations_that_must_stay_are_reported(name: str) -> None:
     function = _KEPT[name]
     x = torch.randn(5, 4, requires_grad=True)
     graph_module = captured(function, x)
@@ -181,7 +181,7 @@ def test_what_cannot_be_rewritten_is_kept_and_named(name: str) -> None:
     _compare(function, graph_module, x)
 
 
-def test_inputs_and_parameters_are_still_written_into() -> None:
+def test_inputs_and_parameters_are_still_mutated() -> None:
     x = torch.randn(3)
     graph_module = captured(_the_input, x.clone())
     assert make_out_of_place(graph_module.graph) == ("1 in-place operations kept: add",)

@@ -165,7 +165,7 @@ def _matmuls(function: Callable[..., Any], *inputs: Any) -> list[Any]:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", _FORMS)
-def test_every_form_is_found_with_its_operands(name: str) -> None:
+def test_every_call_form_is_found_with_its_operands(name: str) -> None:
     function, shapes, operands, addend = _FORMS[name]
     inputs = [torch.randn(*shape) for shape in shapes]
 
@@ -211,14 +211,14 @@ def test_one_tensor_as_both_operands() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_matmuls_of_other_numbers_are_none_of_ours(dtype: torch.dtype) -> None:
+def test_matmuls_of_other_dtypes_are_ignored(dtype: torch.dtype) -> None:
     inputs = torch.ones(3, 3).to(dtype), torch.ones(3, 3).to(dtype)
     if dtype != torch.bool:  # which has no matmul
         assert _matmuls(torch.matmul, *inputs) == []
     assert _matmuls(torch.logical_and, *inputs) == []
 
 
-def test_a_matmul_into_the_users_tensor_is_none_of_ours() -> None:
+def test_matmul_with_out_argument_is_ignored() -> None:
     def function(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         return torch.mm(a, b, out=out)
 

@@ -56,7 +56,7 @@ def _names(graph_module: fx.GraphModule) -> list[str]:
     return [tensor_name(node) for node in graph_module.graph.nodes if node.op != "output"]
 
 
-def test_the_rest_of_a_function_after_a_break_has_its_name() -> None:
+def test_resume_function_has_name_of_original_function() -> None:
     found: list[str] = []
 
     def backend(graph_module: fx.GraphModule, _: Any) -> Any:
@@ -72,7 +72,7 @@ def test_the_rest_of_a_function_after_a_break_has_its_name() -> None:
     assert found == ["latest_step", "latest_step"]
 
 
-def test_names_are_paths_and_operations() -> None:
+def test_names_are_module_paths_and_operations() -> None:
     network = Network()
     names = _names(captured(network, {"x": torch.randn(2, 4)}))
     assert len(set(names)) == len(names)
@@ -90,7 +90,7 @@ def test_names_are_paths_and_operations() -> None:
     }
 
 
-def test_a_module_whose_forward_is_torchs_own_and_odd_attribute_names() -> None:
+def test_paths_of_torch_containers_and_unusual_attributes() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -123,7 +123,7 @@ class Forwarding(nn.Module):
         return self.inner(x)
 
 
-def test_modules_with_a_getattr_of_their_own() -> None:
+def test_modules_with_custom_getattr() -> None:
     inner = Forwarding(nn.Sequential(nn.Linear(2, 2)))
     assert "inner.0.linear" in _names(captured(inner, torch.ones(1, 2)))
     # As the module that a step calls, which a pipeline captures by itself.
@@ -203,7 +203,7 @@ def test_another_step_captured_first_changes_no_name() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(["x", "x_1", "x__1", "x_", "y", "x_1_1"]), min_size=1, unique=True))
-def test_inputs_of_any_names_stay_apart(targets: list[str]) -> None:
+def test_inputs_have_unique_names(targets: list[str]) -> None:
     graph = fx.Graph()
     for target in targets:
         graph.placeholder(target)
@@ -214,7 +214,7 @@ def test_inputs_of_any_names_stay_apart(targets: list[str]) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_op_names_are_one_for_every_call_form() -> None:
+def test_op_name_is_same_for_every_call_form() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.add(x, x).add(x).add_(x) + x
 
@@ -253,7 +253,7 @@ class Led(nn.Module):
         return x
 
 
-def test_modules_that_are_reached_through_another_object_keep_their_paths() -> None:
+def test_modules_reached_through_other_object_keep_paths() -> None:
     module = Led()
     steps = ModuleSteps(module, ("forward",))
     steps.attach("test")

@@ -19,7 +19,7 @@ from lightning_unitscale.capture.graph_recorder import (
 from tests.helpers import assert_same_bits, captured
 
 
-def test_the_interpreter_visits_the_bodies_of_checkpoints() -> None:
+def test_interpreter_visits_bodies_of_checkpoints() -> None:
     def step(a: Tensor, b: Tensor) -> Any:
         return checkpoint(lambda c: F.gelu(c @ b).sin(), a + 1, use_reentrant=False) * 2
 
@@ -38,7 +38,7 @@ def test_the_interpreter_visits_the_bodies_of_checkpoints() -> None:
     assert [name for name in seen if name != "getitem"] == ["add", "matmul", "gelu", "sin", "mul"]
 
 
-def test_a_visit_may_give_a_node_another_value() -> None:
+def test_visit_can_replace_value_of_node() -> None:
     graph_module = captured(lambda a: a.sin() + 1, torch.randn(3))
 
     def visit(interpreter: GraphInterpreter, node: fx.Node) -> Any:
@@ -49,7 +49,7 @@ def test_a_visit_may_give_a_node_another_value() -> None:
     assert_same_bits(result, torch.ones(3))
 
 
-def test_a_tap_sees_the_gradient_and_leaves_it_alone() -> None:
+def test_tap_reads_gradient_without_changing_it() -> None:
     tensor, slot = torch.randn(3, 4, requires_grad=True), torch.zeros(2, requires_grad=True)
     row = torch.tensor([5.0, 7.0])
     seen: list[Tensor] = []
@@ -65,7 +65,7 @@ def test_a_tap_sees_the_gradient_and_leaves_it_alone() -> None:
     assert_same_bits((seen, tensor.grad, slot.grad), ([gradient], gradient, row))
 
 
-def test_a_tap_without_a_slot_is_not_called_without_a_gradient() -> None:
+def test_tap_without_slot_is_called_only_with_gradient() -> None:
     tensor, seen = torch.randn(3, requires_grad=True), []
     tapped = tap_gradient(tensor, None, seen.append)
     assert torch.autograd.grad((tensor * 2).sum() + 0 * tapped.detach().sum(), tensor)
@@ -93,7 +93,7 @@ def test_stored_elements() -> None:
     assert stored_elements(jagged).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_a_record_of_rows_has_zeros_where_no_gradient_arrived() -> None:
+def test_record_has_zeros_for_missing_gradients() -> None:
     rows = torch.ones(2, 3)
     assert_same_bits(CallRecord.of_rows(rows).backward, torch.zeros(2, 3))
     assert_same_bits(CallRecord.of_rows(rows, 2 * rows).backward, 2 * rows)

@@ -127,7 +127,7 @@ def test_a_step_that_appends_is_captured_once(kind: type[Base]) -> None:
     assert_same_bits(module.others, expected.others)
 
 
-def test_numbers_between_graphs() -> None:
+def test_numbers_appended_between_graphs() -> None:
     module, steps = _captured(Breaks)
     for batch in _batches():
         module.training_step(batch)
@@ -137,7 +137,7 @@ def test_numbers_between_graphs() -> None:
     assert len(steps.steps["training_step"].graphs) == 3
 
 
-def test_a_list_made_anew_between_the_steps() -> None:
+def test_list_replaced_between_steps() -> None:
     module, steps = _captured(Appends)
     for batch in _batches():
         module.outputs = before = []
@@ -161,7 +161,7 @@ class Fails(Base):
         return self(batch).mean()
 
 
-def test_after_an_error_the_lists_are_the_module_s_own() -> None:
+def test_lists_are_restored_after_error() -> None:
     module, _ = _captured(Fails)
     with pytest.raises(KeyError, match="three"):
         module.training_step(torch.ones(3, 4))
@@ -305,7 +305,7 @@ class Bounded(Base):
         Alias,
     ],
 )
-def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
+def test_step_that_reads_its_list_matches_plain_step(kind: type[Base]) -> None:
     module, _ = _captured(kind)
     found = [module.training_step(batch) for batch in _batches()]
     torch.manual_seed(0)
@@ -328,13 +328,13 @@ def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
         *((one, set()) for one in (ByHelper, BySubmodule, InPlace)),
     ],
 )
-def test_what_is_only_appended_to(kind: type[Base], names: set[str]) -> None:
+def test_append_only_lists_are_detected(kind: type[Base], names: set[str]) -> None:
     module: Any = kind()
     step: Callable[..., Any] = getattr(module, "training_step", module.forward)
     assert only_appended_to(module, step, {"outputs", "others", "training"}) == names
 
 
-def test_where_the_step_runs_optimizers_any_hook_may_look() -> None:
+def test_manual_optimization_has_no_append_only_lists() -> None:
     class Manual(Appends):
         automatic_optimization = False
 

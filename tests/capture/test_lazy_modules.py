@@ -28,7 +28,7 @@ class Lazy(nn.Module):
 X = torch.randn(6, 4)
 
 
-def test_a_rehearsal_leaves_a_lazy_module_waiting() -> None:
+def test_rehearsal_leaves_lazy_module_uninitialized() -> None:
     module = Lazy()
     module.norm = nn.LazyBatchNorm1d()
     kinds = [type(one) for one in module.modules()]
@@ -44,7 +44,7 @@ def test_a_rehearsal_leaves_a_lazy_module_waiting() -> None:
     assert type(module.inner) is nn.Linear
 
 
-def test_units_of_a_lazy_module() -> None:
+def test_lazy_module_gets_units() -> None:
     scaled = lossless_unit_scale(Lazy(), X)
     torch.manual_seed(1)
     expected = Lazy()(X)
@@ -53,7 +53,7 @@ def test_units_of_a_lazy_module() -> None:
     assert "2 matmuls" in scaled.explain()  # type: ignore[operator]
 
 
-def test_random_numbers_of_a_lazy_module_with_a_plan() -> None:
+def test_lazy_module_with_plan_draws_same_random_numbers() -> None:
     """The first weights and the step's dropout draw in the order of an uncaptured step."""
 
     def trained(transform: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
@@ -74,7 +74,7 @@ def test_random_numbers_of_a_lazy_module_with_a_plan() -> None:
 
 
 @pytest.mark.parametrize("transform", [unit_scale, simulate_fp8])
-def test_a_lazy_module_that_computes_something_else(
+def test_transformed_lazy_module_trains(
     transform: Callable[[nn.Module], nn.Module],
 ) -> None:
     changed = transform(Lazy())

@@ -53,7 +53,7 @@ def _attached(module: nn.Module, *names: str) -> ModuleSteps:
     return steps
 
 
-def test_the_step_computes_what_it_computed() -> None:
+def test_captured_step_matches_plain_step() -> None:
     module, x = Module(), torch.randn(3, 4, requires_grad=True)
     expected = run(module, x)
     _attached(module)
@@ -62,7 +62,7 @@ def test_the_step_computes_what_it_computed() -> None:
     assert module.forward.__name__ == "forward"
 
 
-def test_two_owners_and_an_exact_end() -> None:
+def test_detach_by_last_owner_restores_module() -> None:
     module = Module()
     module.validation_step = own = lambda batch, batch_idx: None
     before = dict(module.__dict__)
@@ -86,7 +86,7 @@ def test_two_owners_and_an_exact_end() -> None:
 
 
 @pytest.mark.parametrize("first_is_good", [False, True])
-def test_the_users_own_error_comes_out_and_the_step_is_captured_again(first_is_good: bool) -> None:
+def test_user_error_is_raised_and_next_call_is_captured(first_is_good: bool) -> None:
     module, batch = Module(), torch.randn(3, 4)
     log = module.log
     steps = _attached(module, "training_step")
@@ -105,7 +105,7 @@ def test_the_users_own_error_comes_out_and_the_step_is_captured_again(first_is_g
     assert [name for name, _ in module.logged] == ["loss", "loss"]
 
 
-def test_an_error_of_torch_comes_out_and_the_step_is_captured_again() -> None:
+def test_torch_error_is_raised_and_next_call_is_captured() -> None:
     module = Module()
     steps = _attached(module, "training_step")
     with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
@@ -157,7 +157,7 @@ def test_a_step_without_tensor_operations_warns_once() -> None:
     assert steps.steps["validation_step"].graphs == []
 
 
-def test_a_copied_module_has_steps_of_its_own() -> None:
+def test_copied_module_has_separate_steps() -> None:
     module = Module()
     steps = _attached(module, "training_step", "forward")
     module.training_step(torch.ones(2, 4), 0)
@@ -181,7 +181,7 @@ def test_a_copied_module_has_steps_of_its_own() -> None:
     assert copied.training_step(torch.ones(2, 4), 0).item() == 4.0
 
 
-def test_a_captured_module_says_why_it_cannot_be_pickled() -> None:
+def test_pickling_captured_module_is_an_error() -> None:
     module = Module()
     steps = _attached(module)
     with pytest.raises(
@@ -210,7 +210,7 @@ def test_an_interpreter_gets_each_graph_and_its_inputs() -> None:
     assert torch.equal(module(x), Module.forward(module, x))
 
 
-def test_inside_another_capture_the_step_is_the_users_own() -> None:
+def test_step_inside_torch_compile_is_not_captured_again() -> None:
     module, x = Module(), torch.randn(3, 4)
     expected = module(x)
     step = _attached(module).steps["forward"]
@@ -219,7 +219,7 @@ def test_inside_another_capture_the_step_is_the_users_own() -> None:
     assert step.graphs == []
 
 
-def test_the_module_can_be_collected() -> None:
+def test_captured_module_is_garbage_collected() -> None:
     import gc
     import weakref
 
@@ -249,7 +249,7 @@ def _in_flop_counter(module: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("within", [_in_grad, _in_vmap, _in_flop_counter])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_call_that_cannot_be_captured_does_not_end_capturing(within: Any, is_first: bool) -> None:
+def test_uncaptured_call_does_not_stop_later_captures(within: Any, is_first: bool) -> None:
     """Dynamo passes over a call within such a mode, and would over all later ones of any module."""
     module, x = Module(), torch.randn(3, 4)
     steps = _attached(module)
@@ -265,7 +265,7 @@ def test_a_call_that_cannot_be_captured_does_not_end_capturing(within: Any, is_f
     assert other.steps["forward"].num_graph_calls == 1
 
 
-def test_by_rules_nothing_runs_as_it_is_within_a_transform() -> None:
+def test_rules_inside_vmap_are_an_error() -> None:
     module, x = Module(), torch.randn(3, 4)
     scaled = unit_scale(module)
     scaled(x).backward()
@@ -291,7 +291,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_nothing_of_the_rewriting() -> None:
+def test_torch_function_mode_does_not_see_rewriting() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()

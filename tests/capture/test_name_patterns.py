@@ -16,7 +16,7 @@ def patterns(**options: object) -> NamePatterns:
     return given
 
 
-def test_globs_that_match_are_not_told() -> None:
+def test_matching_globs_are_not_reported() -> None:
     given = patterns(include=["blocks.*", "head"], exclude=["*.query"])
     assert given.take_unmatched() == []
     assert not given.match_names(*TENSORS[0]) and given.match_names(*TENSORS[1])
@@ -33,7 +33,7 @@ def test_globs_that_match_are_not_told() -> None:
     ],
 )
 @pytest.mark.parametrize("argument", ["include", "exclude"])
-def test_a_glob_that_matches_nothing_is_told_once(argument: str, glob: str, meant: str) -> None:
+def test_unmatched_glob_is_reported_once(argument: str, glob: str, meant: str) -> None:
     given = patterns(**{argument: [glob, "head"]})
     (text,) = given.take_unmatched()
     assert text.startswith(f"{argument}={glob!r}: matches nothing. Expected ")
@@ -41,6 +41,6 @@ def test_a_glob_that_matches_nothing_is_told_once(argument: str, glob: str, mean
     assert given.take_unmatched() == []
 
 
-def test_without_any_name_there_is_no_nearest() -> None:
+def test_no_suggestion_without_names() -> None:
     (text,) = NamePatterns(exclude="head").take_unmatched()
     assert "such as" not in text

@@ -64,7 +64,7 @@ def _is_read(rule: MatmulRule, args: tuple[Any, ...], position: int, **kw: Any) 
 
 @pytest.mark.parametrize("operator", [name for name in _RULES if not name.startswith("_")])
 @pytest.mark.parametrize("beta", [1, 0, 0.0])
-def test_what_operators_read(operator: str, beta: float) -> None:
+def test_operators_read_expected_arguments(operator: str, beta: float) -> None:
     rule = _RULES[operator]
     kwargs = {"beta": beta} if rule.addends == (0,) else {}
     for mask in MASKS if rule.mask is not None else [()]:
@@ -98,7 +98,7 @@ def test_results_of_masked_operators_keep_their_units() -> None:
                 assert_same_bits(result * 2.0**total, plain[index])
 
 
-def test_empty_matrices_and_matmuls_times_zero_multiply_nothing() -> None:
+def test_empty_and_zero_alpha_matmuls_do_not_multiply() -> None:
     mm, addmm = _RULES["mm"], _RULES["addmm"]
     assert not mm.multiplies((torch.zeros(0, 3), torch.zeros(3, 4)), {})
     assert not mm.multiplies((torch.zeros(4, 0), torch.zeros(0, 4)), {})
@@ -108,7 +108,7 @@ def test_empty_matrices_and_matmuls_times_zero_multiply_nothing() -> None:
 
 @pytest.mark.parametrize("end", [5, 8, 1, 0])
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_what_lies_beyond_the_last_group_is_not_measured(end: int, garbage: float) -> None:
+def test_rows_after_last_group_are_not_measured(end: int, garbage: float) -> None:
     rule = _RULES["_grouped_mm"]
     ends = torch.tensor([end // 2, end], dtype=torch.int32)
     rows, stack, columns = randn(8, 16), randn(2, 16, 16), randn(16, 8)

@@ -98,7 +98,7 @@ class Multiplied(Network):
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("regions", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("executor", ["eager", "aot_eager", "inductor"])
-def test_states_and_results_in_every_executor(
+def test_pass_states_and_outputs_in_every_executor(
     executor: str, regions: bool, torch_kernels: None
 ) -> None:
     x = torch.randn(3, 4, requires_grad=True)
@@ -179,7 +179,7 @@ def test_checkpoints_still_recompute_and_save_little(regions: bool) -> None:
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_stages_order_passes_however_they_are_given(backwards: bool) -> None:
+def test_passes_run_in_order_of_phases(backwards: bool) -> None:
     log: list[str] = []
     passes = [
         Mark("rewrite", Phase.REWRITE, log),
@@ -224,7 +224,7 @@ def test_the_plain_variant_has_no_observers() -> None:
     assert steps.variants() == (True,)
 
 
-def test_a_node_is_threaded_into_a_nested_region_once() -> None:
+def test_node_is_passed_into_nested_region_once() -> None:
     network = Network(regions=True)
     graph = StepGraph(captured(network, torch.randn(3, 4)), observed=False)
     outermost, outer, inner = graph.regions()
@@ -239,7 +239,7 @@ def test_a_node_is_threaded_into_a_nested_region_once() -> None:
     graph.finish()
 
 
-def test_our_own_inputs_come_last() -> None:
+def test_added_placeholders_come_last() -> None:
     graph_module = captured(lambda x, y: x + y, torch.ones(2), torch.ones(2))
     add_placeholder(graph_module.graph, "ours", torch.ones(()))
     names = [one.name for one in graph_module.graph.find_nodes(op="placeholder")]

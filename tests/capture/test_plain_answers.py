@@ -59,7 +59,7 @@ QUESTIONS: dict[str, Callable[[], bool]] = {
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_users_and_libraries_are_told_that_nobody_compiles(name: str) -> None:
+def test_is_compiling_is_false_for_users_and_libraries(name: str) -> None:
     module = Asks(QUESTIONS[name])
     x = torch.randn(2, 3)
     tracked = captured_copy(module)
@@ -68,7 +68,7 @@ def test_users_and_libraries_are_told_that_nobody_compiles(name: str) -> None:
 
 
 @pytest.mark.parametrize("package", [torch, lightning_unitscale])
-def test_torch_itself_and_this_package_are_told_the_truth(package: Any) -> None:
+def test_is_compiling_is_true_for_torch_and_this_package(package: Any) -> None:
     module = Asks(_question_of(Path(package.__path__[0], "code.py")))
     x = torch.randn(2, 3)
     torch.testing.assert_close(captured_copy(module)(x), module(x) * 7)
@@ -97,7 +97,7 @@ def _fails_without_numbers(h: Tensor) -> Tensor:
 torch.compiler.allow_in_graph(_fails_without_numbers)
 
 
-def test_code_that_dynamo_would_fail_on_is_told_the_truth(
+def test_is_compiling_is_true_for_code_dynamo_cannot_trace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     module = Unsupported()
@@ -116,7 +116,7 @@ class UnsupportedTwice(Unsupported):
         return super().forward(h)
 
 
-def test_the_trace_of_one_graph_gets_past_every_failure() -> None:
+def test_export_retries_after_each_trace_failure() -> None:
     module, x = UnsupportedTwice(), torch.randn(2, 3)
     exported = export_forward(module, (x,), {}, plain=True)
     assert torch.equal(exported(x), module(x))
@@ -140,7 +140,7 @@ class KeepsInAContextVariable(nn.Module):
         return other + self.linear(x).sum()
 
 
-def test_a_way_that_would_break_the_graph_is_not_taken() -> None:
+def test_branch_that_breaks_graph_is_avoided() -> None:
     module, x = KeepsInAContextVariable(), torch.randn(2, 3)
     tracked = captured_copy(module)
     assert_same_bits(run(tracked, x), run(module, x))
@@ -157,7 +157,7 @@ class BreaksByItself(KeepsInAContextVariable):
         return total * 2
 
 
-def test_other_breaks_change_no_answer() -> None:
+def test_unrelated_graph_breaks_change_no_answer() -> None:
     module, x = BreaksByItself(), torch.randn(2, 3)
     before = set(answers._TOLD.yes)
     tracked = captured_copy(module)
@@ -168,7 +168,7 @@ def test_other_breaks_change_no_answer() -> None:
     assert "ContextVar" not in explained and "graph_break" in explained
 
 
-def test_one_graph_tells_the_truth_only_to_code_that_dynamo_would_fail_on() -> None:
+def test_export_without_failures_changes_no_answer() -> None:
     module = KeepsInAContextVariable()
     x = torch.randn(2, 3)
     told = set(answers._TOLD.yes)
@@ -177,7 +177,7 @@ def test_one_graph_tells_the_truth_only_to_code_that_dynamo_would_fail_on() -> N
     assert told == answers._TOLD.yes
 
 
-def test_one_graph_that_cannot_be_captured_says_why() -> None:
+def test_export_with_graph_break_is_a_clear_error() -> None:
     class Breaks(Asks):
         def forward(self, x: Tensor) -> Tensor:
             total = super().forward(x)
@@ -206,7 +206,7 @@ class Marks(nn.Module):
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_hint_for_a_compiler_breaks_no_graph(asks: bool) -> None:
+def test_compiler_hint_does_not_break_graph(asks: bool) -> None:
     module, x = Marks(asks), torch.randn(4, 3)
     planned = remat(module, "min_cut")
     assert_same_bits(run(planned, x), run(module, x))
@@ -231,7 +231,7 @@ class SetsUpInItsFirstCall(nn.Module):
         return F.dropout(self.norm(self.linear(x))).sum()
 
 
-def test_one_graph_of_a_module_that_sets_something_up_in_its_first_call() -> None:
+def test_export_of_module_with_setup_in_first_call() -> None:
     module, x = SetsUpInItsFirstCall(), torch.randn(4, 3)
     other = copy.deepcopy(module)
     exported = export_forward(module, (x,), {}, plain=True)
@@ -242,7 +242,7 @@ def test_one_graph_of_a_module_that_sets_something_up_in_its_first_call() -> Non
     assert torch.equal(loss, other(x))
 
 
-def test_an_export_leaves_random_numbers_as_they_were() -> None:
+def test_export_restores_random_state() -> None:
     module, x = SetsUpInItsFirstCall(), torch.randn(4, 3)
     state = torch.get_rng_state()
     export_forward(module, (x,), {}, plain=True)

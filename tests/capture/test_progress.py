@@ -70,7 +70,7 @@ def test_a_short_capture_is_reported_once(clock: Clock) -> None:
     assert clock.timers == []
 
 
-def test_without_plans_none_are_reported(clock: Clock) -> None:
+def test_planning_time_is_reported_only_with_plans(clock: Clock) -> None:
     lines: list[str] = []
     progress = _progress(lines)
     with progress.capturing():
@@ -79,7 +79,7 @@ def test_without_plans_none_are_reported(clock: Clock) -> None:
     assert lines == ["Net.step: captured in 1.0 s (2 graphs)"]
 
 
-def test_a_line_appears_while_it_takes_long(clock: Clock) -> None:
+def test_slow_capture_logs_line_while_running(clock: Clock) -> None:
     lines: list[str] = []
     progress = _progress(lines)
     with progress.capturing():

@@ -34,7 +34,7 @@ def _losses(module: nn.Module) -> list[Tensor]:
     return losses
 
 
-def test_a_parameter_that_grew_is_captured_again() -> None:
+def test_resized_parameter_is_captured_again() -> None:
     torch.manual_seed(0)
     plain = Words()
     planned = remat(copy.deepcopy(plain), "min_cut")

@@ -103,7 +103,7 @@ def _state(module: Restless) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_restoring_undoes_what_a_step_does(raises: bool) -> None:
+def test_restoring_undoes_changes_of_step(raises: bool) -> None:
     module = Restless()
     kept = {name: getattr(module, name) for name in ("history", "table", "seen", "recent", "plain")}
     storages = [one.data_ptr() for one in module.parameters()]
@@ -124,14 +124,14 @@ def test_restoring_undoes_what_a_step_does(raises: bool) -> None:
     assert [one.data_ptr() for one in module.parameters()] == storages
 
 
-def test_restoring_lets_parameters_be_what_they_are() -> None:
+def test_restoring_keeps_type_of_parameters() -> None:
     module = nn.Linear(2, 2)
     with restoring(module), torch.no_grad():
         assert module.weight.grad is None
     assert set(dict(module.named_parameters())) == {"weight", "bias"}
 
 
-def test_restoring_leaves_parameters_without_numbers_alone() -> None:
+def test_restoring_ignores_lazy_and_meta_parameters() -> None:
     module = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta"))
     with restoring(module):
         module[0](torch.ones(1, 3))
@@ -139,7 +139,7 @@ def test_restoring_leaves_parameters_without_numbers_alone() -> None:
     assert is_lazy(module[0].weight)
 
 
-def test_what_has_not_changed_is_not_written_to() -> None:
+def test_restoring_does_not_write_unchanged_state() -> None:
     class Guarded(dict):  # type: ignore[type-arg]
         def clear(self) -> None:
             raise AssertionError("cleared")
@@ -163,7 +163,7 @@ def test_what_has_not_changed_is_not_written_to() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_can_be_read_once_only_is_found(value: object, named: str, tmp_path: Path) -> None:
+def test_one_shot_iterators_are_found(value: object, named: str, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     with (tmp_path / "log.txt").open("w") as file:
         module[0].file = file
@@ -186,7 +186,7 @@ class Reparametrized(nn.Module):
 
 
 @pytest.mark.parametrize("undo", ["restoring", "undoers"])
-def test_parameters_that_a_step_has_moved_are_back(undo: str) -> None:
+def test_parameters_moved_by_step_are_restored(undo: str) -> None:
     module, x = Reparametrized(), torch.randn(2, 4)
     weight, kind = module.layer.weight, type(module.layer)
     expected = {name: param.detach().clone() for name, param in module.named_parameters()}

@@ -65,9 +65,7 @@ def _captured(kind: type[Prepared]) -> tuple[Prepared, ModuleSteps]:
 
 
 @pytest.mark.parametrize(("kind", "is_whole"), [(Prepared, True), (NeverWhole, False)])
-def test_what_the_first_call_has_removed_breaks_no_graph(
-    kind: type[Prepared], is_whole: bool
-) -> None:
+def test_setup_in_first_call_breaks_only_first_graph(kind: type[Prepared], is_whole: bool) -> None:
     torch.manual_seed(0)
     plain = kind()
     expected = _run(plain)
@@ -79,7 +77,7 @@ def test_what_the_first_call_has_removed_breaks_no_graph(
     assert bool(steps.graph_breaks) is not is_whole
 
 
-def test_the_first_call_runs_once() -> None:
+def test_second_capture_does_not_rerun_first_call() -> None:
     module, steps = _captured(Prepared)
     module.training_step(torch.randn(3, 4))
     step = steps.steps["training_step"]
@@ -116,7 +114,7 @@ def _budget(share: float) -> int:
 
 
 @pytest.mark.slow
-def test_a_budget_in_bytes_is_judged_on_the_graph_that_is_kept() -> None:
+def test_budget_in_bytes_applies_to_second_capture() -> None:
     torch.manual_seed(0)
     plain = Prepares()
     module = remat(plain, _budget(1.01))
@@ -132,20 +130,20 @@ def test_a_budget_in_bytes_is_judged_on_the_graph_that_is_kept() -> None:
     assert len(module.remat_reports()) == 1
 
 
-def test_a_step_that_stays_in_parts_is_refused_in_its_first_call() -> None:
+def test_budget_in_bytes_with_lasting_break_is_an_error() -> None:
     module = remat(NeverPrepared(), 10_000_000)
     with pytest.raises(ValueError, match="budget="):
         module(torch.randn(64, 4))
 
 
-def test_a_float_is_met_by_each_part() -> None:
+def test_relative_budget_applies_to_each_part() -> None:
     module = remat(NeverPrepared(), "min")
     module(torch.randn(64, 4)).backward()
     assert module.remat_reports()
 
 
 @pytest.mark.slow
-def test_the_whole_graph_is_refused_in_its_own_call() -> None:
+def test_impossible_budget_is_an_error_at_second_capture() -> None:
     module = remat(Prepares(), 16)
     module(torch.randn(64, 4)).backward()
     with pytest.raises(ValueError, match="is too small"):

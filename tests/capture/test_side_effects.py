@@ -39,7 +39,7 @@ class Updating(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["step", "step_with_closure"])
-def test_an_optimizer_computes_what_it_computes_untraced(name: str) -> None:
+def test_optimizer_in_step_matches_uncaptured_step(name: str) -> None:
     weights = []
     for is_captured in (False, True):
         torch.manual_seed(2)
@@ -57,7 +57,7 @@ def test_an_optimizer_computes_what_it_computes_untraced(name: str) -> None:
     assert torch.equal(*weights)
 
 
-def test_methods_are_put_back_and_keep_their_marks() -> None:
+def test_methods_are_restored_with_their_attributes() -> None:
     module = Updating()
     module.update = own = lambda: 3
     own.mark = True
@@ -77,7 +77,7 @@ def test_methods_are_put_back_and_keep_their_marks() -> None:
         assert module.update is first
 
 
-def test_a_forward_that_is_on_the_instance_for_nothing() -> None:
+def test_redundant_instance_forward_is_ignored() -> None:
     module = Updating()
     module.forward = own = module.forward
     with plain_forward(module):
@@ -117,7 +117,7 @@ def _steps(module: nn.Module) -> ModuleSteps:
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
-def test_order_and_values_are_those_of_the_plain_step(executor: str) -> None:
+def test_side_effects_match_plain_step_in_order_and_value(executor: str) -> None:
     module, batch = Logging(), torch.randn(3, 4)
     module.training_step(batch)
     expected, module.events = module.events, []
@@ -147,7 +147,7 @@ def test_a_rehearsal_logs_nothing() -> None:
     assert len(module.events) == 4
 
 
-def test_a_shadowed_method_is_put_back() -> None:
+def test_instance_method_is_restored() -> None:
     module = Logging()
     module.log = own = lambda name, value: module.events.append((name, value))
     deferred = Postponed(module, module.training_step, ("log", "log_dict", "missing"))
@@ -165,7 +165,7 @@ def test_a_shadowed_method_is_put_back() -> None:
     assert len(module.events) == 2
 
 
-def test_discarded_calls_are_gone() -> None:
+def test_discarded_calls_are_not_replayed() -> None:
     module = Logging()
     deferred = Postponed(module, module.training_step, ("log",))
     with deferred.recording():
@@ -175,7 +175,7 @@ def test_discarded_calls_are_gone() -> None:
     assert module.events == []
 
 
-def test_a_new_recording_forgets_the_calls_of_a_step_that_failed() -> None:
+def test_new_recording_drops_calls_of_failed_step() -> None:
     module = Logging()
     deferred = Postponed(module, module.training_step, ("log",))
     with deferred.recording():

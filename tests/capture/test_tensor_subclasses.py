@@ -40,14 +40,14 @@ class Broken(Followed):
 X = torch.randn(2, 3)
 
 
-def test_which_classes_are_not_followed() -> None:
+def test_unsupported_tensor_subclasses_are_detected() -> None:
     followed, broken = X.as_subclass(Followed), X.as_subclass(Broken)
     usual = {"a": [X, followed, nn.Parameter(X), torch.tensor(1.0).as_subclass(Followed), None]}
     assert not_followed(usual) is None
     assert not_followed((usual, [broken])) == "Broken"
 
 
-def test_a_step_on_such_inputs_runs_as_it_is_and_says_so() -> None:
+def test_unsupported_subclass_runs_uncaptured_with_warning() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     tracked = captured_copy(module)
     with pytest.warns(UserWarning, match="called with a Broken, whose operations") as caught:
@@ -62,7 +62,7 @@ def test_a_step_on_such_inputs_runs_as_it_is_and_says_so() -> None:
     assert steps is not None and steps.steps["forward"].graphs
 
 
-def test_rules_refuse_such_inputs() -> None:
+def test_unsupported_subclass_is_an_error_under_rules() -> None:
     scaled = unit_scale(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     with pytest.raises(RuntimeError, match=r"^Sequential\.forward cannot .*: it is called with"):
         scaled(X.as_subclass(Broken))
@@ -110,7 +110,7 @@ def seen(module: nn.Module, kind: type[Tensor]) -> Any:
     ids=["mlp", "writes", "weight"],
 )
 @pytest.mark.parametrize("kind", [Bare, Followed])
-def test_a_plan_on_such_inputs(
+def test_unsupported_subclass_with_memory_plan(
     make: Callable[[type[Tensor]], nn.Module], kind: type[Tensor]
 ) -> None:
     torch.manual_seed(0)

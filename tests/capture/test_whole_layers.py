@@ -57,13 +57,13 @@ def test_evaluation_in_fp8_is_in_fp8(
 
 
 @pytest.mark.slow
-def test_evaluation_by_rules_is_that_of_training() -> None:
+def test_evaluation_by_rules_matches_training() -> None:
     module, x = _encoder()
     trained, evaluated = _both(unit_scale(module), x)
     torch.testing.assert_close(evaluated, trained, rtol=1e-5, atol=0.0)
 
 
-def test_a_run_that_keeps_its_bits_keeps_the_kernel() -> None:
+def test_lossless_evaluation_keeps_fused_kernel() -> None:
     module, x = _encoder()
     new = lossless_unit_scale(module, x)
     new(x)
@@ -74,7 +74,7 @@ def test_a_run_that_keeps_its_bits_keeps_the_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_a_captured_run_keeps_its_bits() -> None:
+def test_captured_lossless_evaluation_is_bit_identical() -> None:
     module, x = _encoder()
     new = captured_copy(lossless_unit_scale(module, x))
     new(x)
@@ -83,7 +83,7 @@ def test_a_captured_run_keeps_its_bits() -> None:
 
 
 @pytest.mark.parametrize("setting", [True, False])
-def test_the_users_setting_is_back(setting: bool) -> None:
+def test_user_fastpath_setting_is_restored(setting: bool) -> None:
     before = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(setting)
@@ -97,7 +97,7 @@ def test_the_users_setting_is_back(setting: bool) -> None:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def test_a_first_call_in_evaluation_that_rounds_nothing_warns_of_nothing() -> None:
+def test_lossless_first_call_in_evaluation_does_not_warn() -> None:
     module, x = _encoder()
     new = lossless_unit_scale(module, x)
     with torch.no_grad():
