@@ -131,7 +131,7 @@ NET |= {"net.matmul", "net.matmul_1", "net.scaled_dot_product_attention"}
     ("how", "num_matmuls", "names"),
     [("submodule", 22, NET), ("method", 22, NET), ("whole", 5, {"net.linear"})],
 )
-def test_a_module_that_is_compiled_trains_to_the_same_bits_in_units(
+def test_user_compiled_module_is_bit_identical(
     how: str, num_matmuls: int, names: set[str], request: pytest.FixtureRequest
 ) -> None:
     if how != "whole":
@@ -158,7 +158,7 @@ def test_a_module_that_is_compiled_trains_to_the_same_bits_in_units(
         assert (graph.factors(torch.device("cpu"), is_backward=False) == 1).all()
 
 
-def test_units_change_in_place_what_a_compiled_matmul_reads() -> None:
+def test_new_units_change_compiled_operands_in_place() -> None:
     read: list[Tensor] = []
 
     def reading(original: Kernel) -> Kernel:
@@ -200,7 +200,7 @@ def test_units_change_in_place_what_a_compiled_matmul_reads() -> None:
     overrides.remove()
 
 
-def test_what_was_compiled_before_is_compiled_again_and_caches_are_kept_apart() -> None:
+def test_module_compiled_before_is_recompiled_with_units() -> None:
     module, x = Linear(), torch.randn(8, 16)
     expected = module.step(x)
     attached = AttachedSession(module, ["step"])
@@ -216,7 +216,7 @@ def test_what_was_compiled_before_is_compiled_again_and_caches_are_kept_apart() 
     assert not GRAPHS
 
 
-def test_a_pass_of_the_users_own_runs_before_and_is_put_back() -> None:
+def test_user_inductor_pass_runs_and_is_restored() -> None:
     seen: list[fx.Graph] = []
     with config.patch(post_grad_custom_pre_pass=seen.append):
         before = config.post_grad_custom_pre_pass
@@ -228,7 +228,7 @@ def test_a_pass_of_the_users_own_runs_before_and_is_put_back() -> None:
     assert len(seen) == 1
 
 
-def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
+def test_reinstalled_inductor_pass_runs_once() -> None:
     graphs: list[fx.Graph] = []
     graph_pass = InductorPass("post_grad_custom_pre_pass", graphs.append)
     graph_pass.install()
@@ -242,7 +242,7 @@ def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
     assert len(graphs) == 1
 
 
-def test_torch_may_copy_its_settings_meanwhile() -> None:
+def test_inductor_config_can_be_copied_while_attached() -> None:
     attached = AttachedSession(Linear(), ["step"])
     copied = config.get_config_copy()  # as for torch.scan
     assert isinstance(copied["joint_custom_post_pass"], InductorPass)
@@ -250,7 +250,7 @@ def test_torch_may_copy_its_settings_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
-def test_units_lie_at_one_address_in_any_mode(mode: str, torch_kernels: None) -> None:
+def test_units_keep_their_address_in_every_compile_mode(mode: str, torch_kernels: None) -> None:
     """A recorded CUDA graph is replayed unchanged with new units."""
     compiled: list[tuple[bool, bool]] = []
 

@@ -91,7 +91,7 @@ def per_sample(model: nn.Module) -> None:
     ("kind", "num_matmuls"),
     [("a function", 3 + 2), ("a hook", 3 + 1), ("a loss", 3 + 3), ("per sample", 3 + 2)],
 )
-def test_matmuls_without_a_forward_matmul(kind: str, num_matmuls: int) -> None:
+def test_backward_only_matmuls_are_scaled_and_rounded(kind: str, num_matmuls: int) -> None:
     """The other model's are left alone."""
     callback = UnitScaleCallback()
     assert_same_bits(train(kind, [callback]), train(kind, []))

@@ -43,7 +43,7 @@ def _gradients(module: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("format", ["MXFP8", "MXFP6_E3M2", "MXFP4", "NVFP4"])
-def test_each_computation_rounds_along_its_own_sum(format: str) -> None:
+def test_blocks_run_along_reduction_of_each_computation(format: str) -> None:
     layer, x, g = _linear()
     w, q = layer.weight.detach(), _blocks(format)
     y, dx, dw = _gradients(simulate_format(layer, format, format), x, g)
@@ -52,7 +52,7 @@ def test_each_computation_rounds_along_its_own_sum(format: str) -> None:
     assert torch.equal(dw, q(g, 0).T @ q(x, 0))
 
 
-def test_square_weights_hadamard_and_stochastic_gradients() -> None:
+def test_square_weights_hadamard_and_stochastic_rounding() -> None:
     layer, x, g = _linear()
     w, q = layer.weight.detach(), _blocks("NVFP4")
     options: dict[str, Any] = {"square_weights": True, "hadamard": True}
@@ -76,7 +76,7 @@ def _along_rows(format: str | None) -> Blocks:
 
 
 @pytest.mark.parametrize("formats", [(None, "NVFP4"), ("NVFP4", None), ("E4M3", "NVFP4")], ids=str)
-def test_the_transform_is_of_both_operands_if_one_has_blocks(formats: Any) -> None:
+def test_hadamard_applies_to_both_operands(formats: Any) -> None:
     layer, x, g = _linear()
     _, dx, dw = _gradients(simulate_format(layer, *formats, hadamard=True), x, g)
     of_input, of_gradient = (_along_rows(format) for format in formats)
@@ -85,7 +85,7 @@ def test_the_transform_is_of_both_operands_if_one_has_blocks(formats: Any) -> No
     assert torch.equal(dx, _gradients(simulate_format(layer, *formats), x, g)[1])
 
 
-def test_a_weight_is_known_if_its_forward_matmul_is_exempt() -> None:
+def test_weight_is_known_if_forward_matmul_is_exempt() -> None:
     layer, x, g = _linear()
     options: dict[str, Any] = {"square_weights": True, "hadamard": True}
     made = [
@@ -97,7 +97,7 @@ def test_a_weight_is_known_if_its_forward_matmul_is_exempt() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_convolution_sums_over_channels_and_its_weight_gradient_over_positions(
+def test_convolution_blocks_run_along_channels_or_positions(
     transposed: bool,
 ) -> None:
     torch.manual_seed(2)
@@ -137,7 +137,7 @@ class _Reductions(TorchDispatchMode):
         return result
 
 
-def test_the_unit_is_nvfp4s_scale_without_a_reduction_over_a_tensor(
+def test_unit_replaces_tensor_scale_of_nvfp4(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer, x, g = _linear()
@@ -165,7 +165,7 @@ def test_the_unit_is_nvfp4s_scale_without_a_reduction_over_a_tensor(
 
 
 @pytest.mark.parametrize("name", MATMULS)
-def test_every_operator_is_rounded_and_its_gradients_are_near(name: str) -> None:
+def test_every_operator_is_rounded_with_small_gradient_error(name: str) -> None:
     module, inputs = MATMULS[name]()
     # MXFP8 with E4M3 elements loses at most 1/16 of an element.
     expected, found = run(module, *inputs), run(simulate_format(module, "MXFP8", "MXFP8"), *inputs)
@@ -182,7 +182,7 @@ def _tensors(found: Any) -> list[Tensor]:
     return [one.double() for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
 
 
-def test_captured_steps_have_the_bits_of_eager_ones() -> None:
+def test_captured_steps_match_eager_bit_for_bit() -> None:
     torch.manual_seed(3)
     module, x = nn.Sequential(nn.Linear(40, 24), nn.GELU(), nn.Linear(24, 40)), torch.randn(5, 40)
     options: dict[str, Any] = {"square_weights": True, "hadamard": True}
@@ -204,7 +204,7 @@ class _Step(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_directions_of_the_callback() -> None:
+def test_callback_sets_formats_by_direction() -> None:
     def formats(**options: Any) -> list[str]:
         made = Simulate(**options).rounding_pass()
         which = [(False, False), (True, False), (True, True)]
@@ -220,7 +220,7 @@ def test_directions_of_the_callback() -> None:
         Simulate("E4M3FN", hadamard=True)
 
 
-def test_the_callback_simulates_blocks() -> None:
+def test_callback_simulates_block_formats() -> None:
     losses = {}
     for name, simulate in {"mxfp8": "mxfp8", "nvfp4": Simulate(forward="NVFP4")}.items():
         callback = UnitScaleCallback(simulate=simulate)

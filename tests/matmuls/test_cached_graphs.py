@@ -133,7 +133,7 @@ def forget() -> None:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_cached_graph_has_its_units_and_names(breaks: bool) -> None:
+def test_cached_graph_keeps_units_and_names(breaks: bool) -> None:
     def make() -> Net:
         return Net(breaks=breaks)
 
@@ -153,7 +153,7 @@ def test_a_cached_graph_has_its_units_and_names(breaks: bool) -> None:
     assert again.explanation == first.explanation
 
 
-def test_other_names_and_plain_runs_have_graphs_of_their_own() -> None:
+def test_other_names_and_plain_runs_have_separate_graphs() -> None:
     plain = Trained(Net, None)
     scaled = Trained(Net, UnitScaleCallback())
     assert scaled.all_hits == 0
@@ -209,7 +209,7 @@ class Pass(CustomGraphPass):
         return self._identity
 
 
-def test_a_pass_of_the_user_decides_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_includes_user_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def hits(identity: str | None) -> int:
         forget()
         with config.patch(joint_custom_post_pass=Pass(identity)):
@@ -221,7 +221,7 @@ def test_a_pass_of_the_user_decides_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert hits("one") == 0
 
 
-def test_a_graph_from_a_cache_serves_the_next_session() -> None:
+def test_cached_graph_is_reused_by_next_session() -> None:
     net, x = Small(), torch.randn(4, 8, 8)
     net.compile()
     losses = []
@@ -258,7 +258,7 @@ print(json.dumps([run.hits, run.losses, sorted(run.named), run.explanation]))
 
 
 @pytest.mark.distributed
-def test_another_process_finds_the_graphs() -> None:
+def test_cached_graphs_are_found_by_other_process() -> None:
     results = []
     for _ in range(2):
         output = subprocess.run(

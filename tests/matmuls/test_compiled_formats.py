@@ -225,16 +225,16 @@ def assert_like_uncompiled(
     return coverage
 
 
-def test_all_matmuls_are_rounded_as_they_are_uncompiled() -> None:
+def test_rounding_matches_eager() -> None:
     coverage = assert_like_uncompiled(steps(Zoo), trained(inputs(2, 2, 4, 16)), has_sums=True)
     assert {count.kind for count in coverage.counts} == {"format"}
 
 
-def test_matmuls_are_rounded_in_blocks_as_they_are_uncompiled() -> None:
+def test_block_rounding_matches_eager() -> None:
     assert_like_uncompiled(steps(Weights), trained(inputs(2, 2, 16, 16)), blocks)
 
 
-def test_layers_run_in_fp8_and_no_other_matmul() -> None:
+def test_only_linear_layers_run_in_fp8() -> None:
     def drive(module: nn.Module, attached: AttachedSession) -> list[Tensor]:
         results = trained(inputs(2, 2, 16, 16))(module, attached)
         attached.session.numerics[0].is_training = False
@@ -247,7 +247,7 @@ def test_layers_run_in_fp8_and_no_other_matmul() -> None:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "method"])
-def test_modules_of_one_class_have_names_of_their_own(how: str) -> None:
+def test_modules_of_same_class_have_separate_names(how: str) -> None:
     def numerics() -> Numerics:
         return nearest(rounding="stochastic", exclude="blocks.1.*")
 
@@ -259,21 +259,21 @@ def test_modules_of_one_class_have_names_of_their_own(how: str) -> None:
     assert in_units == {"blocks.1.up", "blocks.1.down"}
 
 
-def test_a_module_that_runs_twice_in_a_step() -> None:
+def test_module_called_twice_per_step() -> None:
     assert_like_uncompiled(steps(Mlp), trained(inputs(2, 4, 16), "twice"))
 
 
-def test_shapes_that_change() -> None:
+def test_dynamic_shapes_match_eager() -> None:
     xs = [x for n in (4, 6, 9) for x in inputs(1, 2, n, 16)]
     assert_like_uncompiled(steps(Weights, dynamic=True), trained(xs), nearest)
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_checkpoint_within_what_is_compiled() -> None:
+def test_checkpoint_inside_compiled_module() -> None:
     assert_like_uncompiled(steps(lambda: Mlp(is_checkpointed=True)), trained(inputs(2, 4, 16)))
 
 
-def test_a_memory_budget_that_leaves_the_inputs_only() -> None:
+def test_activation_memory_budget_of_zero() -> None:
     found = []
     with functorch.patch(activation_memory_budget=0.0):
         for is_compiled in (False, True):
@@ -283,7 +283,7 @@ def test_a_memory_budget_that_leaves_the_inputs_only() -> None:
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_a_checkpoint_around_what_is_compiled(is_reentrant: bool) -> None:
+def test_checkpoint_around_compiled_module(is_reentrant: bool) -> None:
     results = []
     for how in ("", "wrapped"):
         torch.manual_seed(0)
@@ -296,7 +296,7 @@ def test_a_checkpoint_around_what_is_compiled(is_reentrant: bool) -> None:
     assert results[1][1].fraction_of_flops("format") == 1.0
 
 
-def test_a_backward_pass_rounds_as_its_own_forward_pass_did() -> None:
+def test_backward_pass_uses_units_of_its_forward_pass() -> None:
     def drive(module: nn.Module, attached: AttachedSession) -> list[Tensor]:
         xs, units = inputs(3, 4, 16), attached.session.units
         trained(xs[:1])(module, attached)
@@ -313,7 +313,7 @@ def test_a_backward_pass_rounds_as_its_own_forward_pass_did() -> None:
     assert_like_uncompiled(steps(Mlp), drive)
 
 
-def test_what_was_compiled_before_and_after() -> None:
+def test_compiled_code_is_reused_before_and_after_attachment() -> None:
     module, other = Steps(torch.compile(Mlp())), Steps(nn.Identity())
     drive = trained(inputs(2, 4, 16))
     eager = Steps(module.net._orig_mod)
@@ -334,7 +334,7 @@ def test_what_was_compiled_before_and_after() -> None:
     first.detach()
 
 
-def test_another_backend_runs_uncompiled_and_says_so() -> None:
+def test_other_backend_runs_uncompiled_with_warning() -> None:
     module, drive = Steps(torch.compile(Mlp(), backend="aot_eager")), trained(inputs(1, 4, 16))
     expected = run(Steps(module.net._orig_mod), drive, [nearest()])[0]
     with pytest.warns(UserWarning, match="another backend than Inductor"):
@@ -345,7 +345,7 @@ def test_another_backend_runs_uncompiled_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"fullgraph": True, "dynamic": True}], ids=str)
-def test_whether_inductor_compiles_it(options: dict[str, Any]) -> None:
+def test_inductor_compiled_modules_are_detected(options: dict[str, Any]) -> None:
     module = Steps(torch.compile(Mlp(), **options))
     module.net._orig_mod.up.compile(**options)
     module.net._orig_mod.down.forward = torch.compiler.disable(Mlp().forward)
@@ -354,7 +354,7 @@ def test_whether_inductor_compiles_it(options: dict[str, Any]) -> None:
     assert not is_by_inductor(torch.compile(Mlp(), **options, backend="aot_eager"))
 
 
-def test_a_layer_of_torchs_own_that_is_compiled() -> None:
+def test_compiled_torch_layer_has_units() -> None:
     """Until torch 2.13 Dynamo runs it as it is written, and does not look into its matmuls."""
     module = Steps(Mlp())
     module.net.up.compile()
@@ -363,7 +363,7 @@ def test_a_layer_of_torchs_own_that_is_compiled() -> None:
     assert coverage.fraction_of_flops("units") == 1.0
 
 
-def test_what_is_compiled_afterwards_has_all_of_its_gradients() -> None:
+def test_module_compiled_after_detach_has_right_gradients() -> None:
     x = inputs(1, 4, 6, 16)[0].mT.contiguous().mT
     run(Steps(torch.compile(Mlp())), trained([x]), [nearest()])
     torch._dynamo.reset()
@@ -415,7 +415,7 @@ def fitted(
 
 
 @pytest.mark.parametrize("how", ["part", "whole"])
-def test_a_fit_and_its_continuation(how: str, tmp_path: Path) -> None:
+def test_fit_and_resumed_fit_match_eager(how: str, tmp_path: Path) -> None:
     simulate = Simulate("fp8", rounding="stochastic")
     expected, uncompiled = fitted("", simulate, 3, tmp_path)
     results, callback = fitted(how, simulate, 3, tmp_path)

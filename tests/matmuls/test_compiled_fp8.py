@@ -142,9 +142,7 @@ def kept(graph: fx.Graph) -> list[Tensor]:
 
 @pytest.mark.slow  # Inductor compiles C++
 @pytest.mark.parametrize("scaling", ["constant", "dynamic"])
-def test_casts_are_plain_operations_and_no_operand_is_kept(
-    scaling: Any, seen: list[fx.Graph]
-) -> None:
+def test_casts_are_plain_operations_and_save_no_operand(scaling: Any, seen: list[fx.Graph]) -> None:
     x = example(torch.bfloat16)
     compiled = pair(Net().to(torch.bfloat16), x, scaling=scaling)[1]
     step(compiled, x)
@@ -167,7 +165,7 @@ def test_casts_are_plain_operations_and_no_operand_is_kept(
 
 
 @pytest.mark.slow
-def test_what_nothing_else_needs_is_kept_in_fp8(seen: list[fx.Graph]) -> None:
+def test_operands_needed_only_by_matmuls_are_saved_in_fp8(seen: list[fx.Graph]) -> None:
     x = example(torch.bfloat16)
     step(pair(Net(lambda x: x).to(torch.bfloat16), x)[1], x)
     (only,) = kept(seen[0])
@@ -176,7 +174,7 @@ def test_what_nothing_else_needs_is_kept_in_fp8(seen: list[fx.Graph]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"grid": "moving"}, {"scaling": "dynamic"}], ids=str)
-def test_steps_have_the_numbers_of_steps_that_are_not_compiled(options: dict[str, Any]) -> None:
+def test_compiled_steps_match_eager(options: dict[str, Any]) -> None:
     x = example()
     made, compiled = pair(Net(torch.relu), x, **options)
     for _ in range(3):
@@ -195,7 +193,7 @@ def test_steps_have_the_numbers_of_steps_that_are_not_compiled(options: dict[str
 
 
 @pytest.mark.slow
-def test_decisions_are_compiled_in_and_looked_at_before_each_run() -> None:
+def test_changed_decisions_recompile() -> None:
     x = example()
     made, compiled = pair(Net(torch.relu), x)
     before = step(compiled, x)
@@ -219,7 +217,7 @@ def test_decisions_are_compiled_in_and_looked_at_before_each_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_layers_of_one_class_share_a_graph(is_checkpointed: bool) -> None:
+def test_layers_of_same_class_share_graph(is_checkpointed: bool) -> None:
     x = example()
     net = lossless_unit_scale(Deep(), x)
     step(net, x)
@@ -239,7 +237,7 @@ def test_layers_of_one_class_share_a_graph(is_checkpointed: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_within_a_graph_keeps_its_input_only(seen: list[fx.Graph]) -> None:
+def test_checkpoint_inside_graph_saves_only_its_input(seen: list[fx.Graph]) -> None:
     x = example()
     net = nn.Sequential(Deep(is_checkpointed=True))
     net = lossless_unit_scale(net, x)
@@ -266,7 +264,9 @@ class FakeSites:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_a_gpu_is_asked_for(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_matmul_arguments_have_required_layout(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both operands along the inner dimension, scales at multiples of 16 bytes, and the bias."""
 
     def both(x: Tensor, w: Tensor, b: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:

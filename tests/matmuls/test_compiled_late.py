@@ -86,7 +86,7 @@ def train(callbacks: list[Any], *, is_compiled: bool = True) -> dict[str, list[A
 
 
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}, {"precision": "fp8"}], ids=str)
-def test_units_come_a_step_later(options: dict[str, Any]) -> None:
+def test_late_units_do_not_recompile(options: dict[str, Any]) -> None:
     plain = train([])
     torch._dynamo.reset()
     callback = UnitScaleCallback(recalibrate=None, **options)

@@ -92,7 +92,7 @@ def extents(measurement: Measurement) -> dict[tuple[str, str], list[float]]:
     }
 
 
-def test_what_is_measured_is_what_eager_mode_measures() -> None:
+def test_measurements_match_eager() -> None:
     torch.manual_seed(1)
     units, expected, tensors = looked_at(is_compiled=False)
     torch.manual_seed(1)
@@ -118,7 +118,7 @@ def test_what_is_measured_is_what_eager_mode_measures() -> None:
     assert [FORWARD in of_look for of_look in slots].count(True) == 1
 
 
-def test_between_looks_python_hears_of_no_matmul() -> None:
+def test_no_python_per_matmul_between_measurements() -> None:
     module, x = Module(is_compiled=True), torch.randn(64, 16)
     attached = AttachedSession(module, ["step"])
     files = {kernels.__file__}

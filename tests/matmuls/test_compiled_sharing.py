@@ -77,7 +77,7 @@ def rows() -> Any:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("compiles", ["blocks", "module"])
-def test_blocks_that_share_a_graph_have_the_names_and_units_of_eager_mode(compiles: str) -> None:
+def test_blocks_sharing_graph_have_eager_names_and_units(compiles: str) -> None:
     def trained(compiles: str, *callbacks: pl.Callback) -> Any:
         return run(lambda: Module(compiles=compiles), callbacks, data=rows, max_steps=4)
 
@@ -121,7 +121,7 @@ def _thread(function: Callable[..., Any], *args: Any) -> threading.Thread:
 
 
 @pytest.mark.slow
-def test_what_a_thread_of_the_users_compiles_has_units() -> None:
+def test_module_compiled_in_user_thread_has_units() -> None:
     module = Module(compiles="module")
     attached = AttachedSession(module, ["training_step"])
     counter = attached.session.counter = CoverageCounter()
@@ -170,7 +170,7 @@ def _stepped(modules: list[Module], order: str) -> list[AttachedSession]:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("order", ["threads", "nested", "in turn"])
-def test_two_modules_of_one_class_keep_to_their_own_sessions(order: str) -> None:
+def test_modules_of_same_class_use_their_own_sessions(order: str) -> None:
     def made(compiles: str) -> list[Module]:
         torch.manual_seed(0)
         return [Module(scale, compiles=compiles) for scale in (1.0, 2.0**-9)]

@@ -19,7 +19,7 @@ from tests.helpers import assert_same_bits
 
 
 @pytest.mark.parametrize("format", ["E2M1FN", "MXFP4"])
-def test_each_gradient_is_computed_once_and_the_exempt_one_in_units(format: str) -> None:
+def test_exempt_gradient_is_not_rounded(format: str) -> None:
     rule = next(rule for rule in RULES if rule.operator == "convolution_backward")
     torch.manual_seed(0)
     g, x, w = torch.randn(2, 32, 6, 6) * 8.0, torch.randn(2, 32, 8, 8), torch.randn(32, 32, 3, 3)
@@ -62,7 +62,7 @@ class _Convolution(nn.Module):
         return F.conv_tbc(x, self.weight, x.new_zeros(8))  # type: ignore[attr-defined,no-any-return]
 
 
-def test_a_kernel_without_a_mask() -> None:
+def test_exempt_gradient_of_kernel_without_output_mask() -> None:
     layer, x = _Convolution(), torch.randn(6, 2, 8)
 
     def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:

@@ -67,7 +67,7 @@ def _captured(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("order", ["units first", "units last"])
 @pytest.mark.parametrize("gradient", ["E4M3FN", "E5M2"])
-def test_the_bits_of_the_simulation(order: str, gradient: Any) -> None:
+def test_fp8_matches_simulation_bit_for_bit(order: str, gradient: Any) -> None:
     """Sums of FP8 matmuls in FP32 are sums of FP8 matmuls in FP32, if the order is the same."""
     module, x = _forms()
     units = lossless_unit_scale(module, x)
@@ -82,7 +82,7 @@ def test_the_bits_of_the_simulation(order: str, gradient: Any) -> None:
     assert not torch.equal(found["output"], run(module, x)["output"])
 
 
-def test_simulation_is_for_the_other_matmuls_in_either_order() -> None:
+def test_simulation_applies_to_matmuls_outside_fp8() -> None:
     module, x = _forms()
     units = lossless_unit_scale(module, x)
     whole: Any = ("E4M3FN", "E4M3FN")
@@ -141,7 +141,7 @@ def test_gradients_out_of_range_need_units_or_dynamic_scales(scaling: Any) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_results_have_its_type(dtype: torch.dtype) -> None:
+def test_results_have_autocast_dtype(dtype: torch.dtype) -> None:
     class Typed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def test_modules_in_16_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_executors(executor: Any) -> None:
+def test_every_executor_matches_eager(executor: Any) -> None:
     class Small(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,7 +194,7 @@ def test_executors(executor: Any) -> None:
     assert_close(found, eager, rtol=2e-6 if executor == "inductor" else 0.0, atol=0.0)
 
 
-def test_inside_of_a_checkpoint() -> None:
+def test_checkpointed_layers_match_plain_layers() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -279,7 +279,7 @@ def _case(function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: 
         ),
     ],
 )
-def test_what_is_eligible(case: Any, reason: str | None) -> None:
+def test_eligible_layers_and_reasons(case: Any, reason: str | None) -> None:
     module, inputs = case
     fp8 = fp8_linears(module)
     warned: AbstractContextManager[Any] = nullcontext()
@@ -297,7 +297,7 @@ def test_what_is_eligible(case: Any, reason: str | None) -> None:
         assert_same_bits(found, exact)
 
 
-def test_matmuls_left_out_later_are_in_the_next_rewrite() -> None:
+def test_matmuls_excluded_later_apply_at_next_rewrite() -> None:
     module, x = _forms()
     fp8 = fp8_linears(module, gradient_format="E5M2")
     fp8(x)
@@ -312,7 +312,7 @@ def test_matmuls_left_out_later_are_in_the_next_rewrite() -> None:
     assert _pass_of(copy.deepcopy(fp8)).unfit == Unrepresentable({"addmm": "too wide"})
 
 
-def test_gradients_that_need_the_range_are_in_e5m2() -> None:
+def test_wide_range_gradients_use_e5m2() -> None:
     module, x = _forms()
     units = lossless_unit_scale(module, x)
     fp8 = fp8_linears(units)
@@ -337,7 +337,7 @@ def test_gradients_that_need_the_range_are_in_e5m2() -> None:
     assert any(error(fine, name) < error(mixed, name) < error(coarse, name) for name in names)
 
 
-def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_fp8_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = _forms()
     monkeypatch.setattr(fp8, "why_no_fp8", lambda device: "too old")
     with pytest.raises(RuntimeError, match=r"first.linear on cpu: too old. Expected a GPU of"):
@@ -347,14 +347,14 @@ def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         fp8_linears(module, exclude="*")(x)
 
 
-def test_wrong_settings() -> None:
+def test_bad_fp8_settings_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"scaling='static': unknown scaling. Expected 'constant'"):
         fp8_linears(nn.Linear(16, 16), scaling="static")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"exclude=\[3\]: 3 is not a pattern"):
         fp8_linears(nn.Linear(16, 16), exclude=[3])  # type: ignore[list-item]
 
 
-def test_half_of_what_autocast_keeps() -> None:
+def test_fp8_saves_half_of_autocast_bytes() -> None:
     """Bytes that autograd holds after a forward pass, of all tensors but single numbers."""
 
     class Loss(nn.Module):

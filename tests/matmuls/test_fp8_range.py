@@ -26,7 +26,7 @@ from lightning_unitscale.scales.layout import Direction
 
 @pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e6])
-def test_shares_are_those_of_a_rounding(format: NumberFormat, size: float) -> None:
+def test_predicted_loss_fractions_match_rounding(format: NumberFormat, size: float) -> None:
     torch.manual_seed(1)
     tensor = torch.randn(200_000) ** 9 * size
     tensor[:1000] = 0.0
@@ -50,7 +50,7 @@ def test_shares_are_those_of_a_rounding(format: NumberFormat, size: float) -> No
     [torch.zeros(4), torch.ones(0), torch.tensor([1.0, math.inf]), torch.tensor([math.nan])],
     ids=["zeros", "empty", "inf", "nan"],
 )
-def test_nothing_is_said_of_tensors_without_a_unit(tensor: Tensor) -> None:
+def test_tensors_without_unit_are_not_judged(tensor: Tensor) -> None:
     row = ("backward", "linear", stored_row(tensor, "backward").tolist())
     assert unrepresentable_among([row]) == Unrepresentable()
 
@@ -68,7 +68,7 @@ class _Tower(nn.Module):
         return made.sin().mean() + uneven.square().mean()
 
 
-def test_matmuls_that_fp8_does_not_fit() -> None:
+def test_matmuls_that_do_not_fit_fp8() -> None:
     torch.manual_seed(0)
     x, outlier, sparse = torch.randn(8192, 64), torch.zeros(8192, 64), torch.full((8192, 64), 1e-5)
     outlier[5, 7] = 1e6
@@ -89,7 +89,7 @@ def test_matmuls_that_fp8_does_not_fit() -> None:
     assert gradients["uneven.linear"].endswith("of its gradient would be zero in E4M3FN")
 
 
-def test_what_is_new() -> None:
+def test_without_removes_known_misfits() -> None:
     known = Unrepresentable({"a": "too wide"}, {"b": "uneven"})
     found = Unrepresentable({"a": "wider", "c": "too wide"}, {"b": "uneven", "a": "uneven"})
     assert found.without(known) == Unrepresentable({"c": "too wide"}, {"a": "uneven"})

@@ -33,7 +33,7 @@ def _faint() -> tuple[Faint, Tensor]:
 
 
 @pytest.mark.parametrize("how", ["true", "autocast"])
-def test_units_of_fp16_are_those_of_fp32(how: str) -> None:
+def test_fp16_units_match_fp32_units(how: str) -> None:
     module, x = _faint()
     expected = lossless_unit_scale(module, x).gauge()  # type: ignore[operator]
     if how == "true":
@@ -50,7 +50,7 @@ def test_units_of_fp16_are_those_of_fp32(how: str) -> None:
     assert_same_bits(dict(scaled.state_dict()), dict(module.state_dict()))
 
 
-def test_a_copy_is_wide_and_the_state_of_torch_is_put_back() -> None:
+def test_full_precision_copy_restores_torch_state() -> None:
     module, _ = _faint()
     assert not runs_in_fp16(module)
     module.half()
@@ -69,7 +69,7 @@ def test_a_copy_is_wide_and_the_state_of_torch_is_put_back() -> None:
     assert_same_bits(dict(module.state_dict()), dict(values))
 
 
-def test_a_step_that_casts_by_itself_is_measured_as_it_is() -> None:
+def test_step_with_hard_coded_cast_is_measured_in_fp16() -> None:
     class Casts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -88,7 +88,7 @@ def test_a_step_that_casts_by_itself_is_measured_as_it_is() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_step_that_casts_to_its_own_dtype_is_measured_in_full_precision() -> None:
+def test_step_that_casts_to_dtype_attribute_is_measured_in_fp32() -> None:
     class Casts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -57,7 +57,7 @@ def test_a_gauge_is_a_mapping_that_compares_by_value(gauge: Gauge) -> None:
         gauge["unknown"]
 
 
-def test_a_gauge_survives_storage(gauge: Gauge) -> None:
+def test_gauge_survives_serialization(gauge: Gauge) -> None:
     assert Gauge.from_state(gauge.state()) == gauge
     assert Gauge.from_state(json.loads(json.dumps(gauge.state()))) == gauge
     assert pickle.loads(pickle.dumps(gauge)) == gauge
@@ -73,25 +73,25 @@ def test_a_gauge_prints_as_a_table(gauge: Gauge) -> None:
 
 
 @pytest.mark.parametrize("rms", [0.0, -1.0, math.nan, math.inf, -math.inf])
-def test_what_has_no_scale_gets_units_one(rms: float) -> None:
+def test_degenerate_rms_has_unit_one(rms: float) -> None:
     assert nearest_exponent(rms, 30) == 0
 
 
-def test_exponents_are_limited() -> None:
+def test_exponents_are_clamped() -> None:
     assert nearest_exponent(1e300, 30) == 30
     assert nearest_exponent(5e-324, 30) == -30
     assert nearest_exponent(2.0**-60, MAX_LOG2_GAMMA) == -60
 
 
 @given(st.floats(2.0**-29, 2.0**29))
-def test_the_nearest_power_leaves_a_value_within_sqrt_two(rms: float) -> None:
+def test_nearest_power_is_within_sqrt_two(rms: float) -> None:
     exponent = nearest_exponent(rms, MAX_LOG2_SIGMA)
     assert 0.7071067 <= math.ldexp(rms, -exponent) <= 1.4142136
     distance = abs(math.log2(rms) - exponent)
     assert all(distance <= abs(math.log2(rms) - other) for other in (exponent - 1, exponent + 1))
 
 
-def test_the_exponent_of_a_unit_reads_the_gauge(gauge: Gauge) -> None:
+def test_unit_exponent_reads_gauge(gauge: Gauge) -> None:
     assert Unit("a.linear").exponent(gauge) == 2
     assert Unit(gradient="a.linear", log2=-4).exponent(gauge) == -21
     assert Unit("unknown") != ONE and Unit("unknown").exponent(gauge) == ONE.exponent(gauge) == 0

@@ -82,7 +82,7 @@ def _shared(name: str) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_tensor_that_is_read_several_times(name: str) -> None:
+def test_gradient_of_tensor_with_several_readers(name: str) -> None:
     module, x = _shared(name)
     torch.manual_seed(3)
     scaled = lossless_unit_scale(module, x)
@@ -91,7 +91,7 @@ def test_a_tensor_that_is_read_several_times(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sampled(OPERATIONS, 3))
-def test_probes_do_not_change_the_order(name: str) -> None:
+def test_probes_keep_order_of_addition(name: str) -> None:
     module, x = _shared(name)
     probed, _ = probed_copy(module)
     assert_same_bits(run(probed, x), run(module, x))

@@ -135,16 +135,16 @@ def assert_same_bits_in_units(num_matmuls: int, **options: Any) -> None:
     attached.detach()
 
 
-def test_same_bits_with_all_matmuls_in_units() -> None:
+def test_all_matmuls_are_scaled_and_bit_identical() -> None:
     assert_same_bits_in_units(18)
 
 
-def test_a_checkpoint_computes_copies_again(torch_kernels: None) -> None:
+def test_checkpoint_recomputes_scaled_copies(torch_kernels: None) -> None:
     # Of what a block ends with nothing is computed again but in the last one.
     assert_same_bits_in_units(18 + 4, **ALL)
 
 
-def test_a_backward_pass_has_the_units_of_its_forward_pass(torch_kernels: None) -> None:
+def test_backward_pass_uses_units_of_its_forward_pass(torch_kernels: None) -> None:
     """Two steps are under way when units change, and change again between their backward passes."""
     x, y = torch.randn(2, 64, 32)
     expected = [plain(lambda: Module(Net()), batch) for batch in (x, y)]
@@ -183,7 +183,7 @@ def saved_bytes(module: Module, x: Tensor) -> int:
 @pytest.mark.parametrize(
     "options", [{}, ALL, BUT_MATMULS], ids=["saved", "computed again", "but matmuls"]
 )
-def test_copies_are_saved_in_place_of_what_they_were_made_of(
+def test_scaled_copies_are_saved_instead_of_originals(
     options: dict[str, Any], torch_kernels: None
 ) -> None:
     x = torch.randn(4096, 32)
@@ -244,7 +244,7 @@ def assert_looks_read_what_matmuls_read(codes: list[str]) -> None:
         assert names and names <= of_matmuls
 
 
-def test_in_sixteen_bits_copies_are_written_once_too() -> None:
+def test_scaled_copies_are_written_once_in_16_bits() -> None:
     module = Module(Attention())
     attached = AttachedSession(module, ["step"])
     with torch.autocast("cpu", torch.bfloat16):
@@ -253,7 +253,7 @@ def test_in_sixteen_bits_copies_are_written_once_too() -> None:
     attached.detach()
 
 
-def test_copies_are_written_once_and_what_attention_made_is_saved() -> None:
+def test_copies_are_written_once_and_attention_outputs_are_saved() -> None:
     x = torch.randn(4, 16, 32)
     expected, (_, plain_backward) = codes_of(Module(Attention()), x)
     module = Module(Attention())
@@ -288,7 +288,7 @@ class Uneven(nn.Module):
         return ((self.first(x) + self.second(x).sin()) * self.weights).sum()
 
 
-def test_a_gradient_is_read_from_its_copy_only_where_it_is_exact() -> None:
+def test_gradient_copy_is_used_only_where_exact() -> None:
     x = torch.randn(64, 6)
     expected = plain(lambda: Module(Uneven()), x)
     assert 0 < expected[2][3].abs() < 2.0**-126
@@ -315,7 +315,7 @@ class Twice(nn.Module):
         return self.layer(self.layer(x).sin()).square().mean()
 
 
-def test_a_sum_runs_within_a_matmul_as_it_does_without_units() -> None:
+def test_gradient_sum_is_fused_into_matmul_as_without_units() -> None:
     x = torch.randn(5000, 24)
     expected = plain(lambda: Module(Twice()), x)
     module = Module(Twice())
@@ -343,7 +343,7 @@ class Images(nn.Module):
         return self.second(self.first(x).relu()).square().mean()
 
 
-def test_a_convolution_of_one_channel_runs_as_it_is() -> None:
+def test_one_channel_convolution_is_unscaled() -> None:
     x = torch.randn(6, 1, 8, 8)
     expected = plain(lambda: Module(Images()), x)
     module = Module(Images())
@@ -360,7 +360,7 @@ def test_a_convolution_of_one_channel_runs_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5])
-def test_a_memory_budget_of_the_users_is_kept(budget: float, torch_kernels: None) -> None:
+def test_user_activation_memory_budget_is_kept(budget: float, torch_kernels: None) -> None:
     x = torch.randn(4096, 32)
     with torch._functorch.config.patch(activation_memory_budget=budget):
         module = Module(Net())
@@ -374,7 +374,7 @@ def test_a_memory_budget_of_the_users_is_kept(budget: float, torch_kernels: None
         attached.detach()
 
 
-def test_autocast(torch_kernels: None) -> None:
+def test_autocast_is_bit_identical(torch_kernels: None) -> None:
     def run(module: Module) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
             return gradients(module, x)

@@ -61,7 +61,7 @@ def _nothing_is_left() -> Any:
 
 
 @EACH
-def test_kernels_are_there_while_a_module_lives(name: str) -> None:
+def test_kernels_are_overridden_while_module_is_alive(name: str) -> None:
     first = TRANSFORMS[name](Net(), torch.randn(4, 16))
     second = copy.deepcopy(first)
     assert num_overridden() > 0
@@ -74,7 +74,7 @@ def test_kernels_are_there_while_a_module_lives(name: str) -> None:
 
 
 @EACH
-def test_a_call_that_raises_leaves_nothing(name: str) -> None:
+def test_failed_call_restores_kernels(name: str) -> None:
     module = TRANSFORMS[name](Net(), torch.randn(4, 16))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         module(torch.randn(4, 3))
@@ -83,12 +83,12 @@ def test_a_call_that_raises_leaves_nothing(name: str) -> None:
     assert_same_bits(run(module, x)["output"], run(module, x)["output"])
 
 
-def test_an_example_that_raises_leaves_nothing() -> None:
+def test_failed_example_restores_kernels() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         lossless_unit_scale(Net(), torch.randn(4, 3))
 
 
-def test_a_backward_pass_after_the_module_is_gone() -> None:
+def test_backward_pass_after_module_is_deleted() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     layer = nn.Linear(16, 8)
     weight = layer.weight.detach().clone()
@@ -101,7 +101,7 @@ def test_a_backward_pass_after_the_module_is_gone() -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_a_graph_of_a_session_that_has_ended_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_pass_after_session_ended_is_unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another module may keep kernels overridden, and the graph may have run before."""
     module, x = Net(), torch.randn(4, 16)
     expected = run(module, x)["parameters"]
@@ -119,7 +119,7 @@ def test_a_graph_of_a_session_that_has_ended_runs_plain(monkeypatch: pytest.Monk
     assert_same_bits({name: p.grad for name, p in module.named_parameters()}, expected)
 
 
-def test_what_is_known_of_a_matmul_goes_with_its_graph() -> None:
+def test_matmul_records_are_freed_with_graph() -> None:
     module, x = Net(), torch.randn(4, 16)
     with attach(module, callbacks=UnitScaleCallback()):
         before = len(CALLS)
@@ -130,7 +130,7 @@ def test_what_is_known_of_a_matmul_goes_with_its_graph() -> None:
         torch.optim.SGD(module.parameters(), lr=0.1).step()
 
 
-def test_a_module_that_keeps_its_output_is_collected() -> None:
+def test_module_that_stores_its_output_is_collected() -> None:
     class Keeps(Net):
         last: Tensor
 
@@ -160,7 +160,7 @@ def test_code_that_calls_matmuls_is_collected() -> None:
 
 @pytest.mark.parametrize("first", TRANSFORMS)
 @pytest.mark.parametrize("second", TRANSFORMS)
-def test_any_two_in_either_order(first: str, second: str) -> None:
+def test_transforms_commute(first: str, second: str) -> None:
     net, x = Net(), torch.randn(4, 16)
     both = TRANSFORMS[second](TRANSFORMS[first](net, x), x)
     other = TRANSFORMS[first](TRANSFORMS[second](net, x), x)
@@ -171,7 +171,7 @@ def test_any_two_in_either_order(first: str, second: str) -> None:
     assert matmuls.session.units.is_used == ("lossless" in (first, second))
 
 
-def test_formats_without_units_round_the_true_values() -> None:
+def test_formats_without_units_round_unscaled_values() -> None:
     layer, x = nn.Linear(16, 8, bias=False), torch.randn(4, 16) * 1e-3
     expected = F.linear(quantize(x, "E4M3FN"), quantize(layer.weight.detach(), "E4M3FN"))
     simulated = simulate_fp8(layer)
@@ -183,7 +183,7 @@ def test_formats_without_units_round_the_true_values() -> None:
     assert (in_units(x) - exact).norm() < 0.5 * (expected - exact).norm()
 
 
-def test_one_format_for_each_layer() -> None:
+def test_each_layer_has_its_own_format() -> None:
     net, x = Net(), torch.randn(4, 16)
     both = simulate_format(
         simulate_format(net, "E4M3FN", "E5M2", include="up"), "E2M1FN", "E2M1FN", include="down"
@@ -196,7 +196,7 @@ def test_one_format_for_each_layer() -> None:
     assert_same_bits(both(x).detach(), (output * 1e-3).square().mean().detach())
 
 
-def test_a_copy_is_transformed_by_itself() -> None:
+def test_copies_are_transformed_independently() -> None:
     net, x = Net(), torch.randn(4, 16)
     scaled = lossless_unit_scale(net, x)
     twin = copy.deepcopy(scaled)
@@ -210,13 +210,13 @@ def test_a_copy_is_transformed_by_itself() -> None:
     assert_same_bits(run(scaled, x), run(net, x))
 
 
-def test_a_transformed_module_is_not_pickled() -> None:
+def test_pickling_transformed_module_is_an_error() -> None:
     scaled = lossless_unit_scale(Net(), torch.randn(4, 16))
     with pytest.raises(TypeError, match=r"Net: its matmuls are scaled .* Save its state_dict"):
         pickle.dumps(scaled)
 
 
-def test_an_example_that_was_computed() -> None:
+def test_example_with_autograd_history() -> None:
     net = Net()
     x = torch.randn(4, 16, requires_grad=True) * 2
     scaled = lossless_unit_scale(net, x)
@@ -226,7 +226,7 @@ def test_an_example_that_was_computed() -> None:
     assert_same_bits(run(scaled, leaf), run(net, leaf))
 
 
-def test_lazy_parameters_come_with_the_first_call() -> None:
+def test_lazy_parameters_are_initialized_in_first_call() -> None:
     class Lazy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -248,7 +248,7 @@ def test_lazy_parameters_come_with_the_first_call() -> None:
     assert_same_bits(dict(plain.state_dict()), dict(scaled.state_dict()))
 
 
-def test_an_example_runs_once_and_leaves_random_numbers_alone() -> None:
+def test_example_runs_once_and_restores_random_state() -> None:
     import random
 
     class Counts(Net):
@@ -275,7 +275,7 @@ def test_an_example_runs_once_and_leaves_random_numbers_alone() -> None:
 CALLS_SO_FAR: list[float] = []
 
 
-def test_graphs_take_over_what_is_known() -> None:
+def test_captured_module_inherits_units() -> None:
     net, x = Net(), torch.randn(4, 16)
     scaled = lossless_unit_scale(net, x)
     for captured in (compile(scaled), captured_copy(scaled)):
@@ -286,7 +286,7 @@ def test_graphs_take_over_what_is_known() -> None:
     assert captured.gauge() == scaled.gauge()  # type: ignore[operator]
 
 
-def test_a_graph_has_the_same_names() -> None:
+def test_captured_module_has_same_matmul_names() -> None:
     class Einsum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -303,7 +303,7 @@ def test_a_graph_has_the_same_names() -> None:
     assert any(pair.log2_sigma == 6 for pair in captured.gauge().values())  # type: ignore[operator]
 
 
-def test_a_checkpoint_computes_again_what_it_has_computed() -> None:
+def test_checkpoint_recomputes_same_stochastic_rounding() -> None:
     """With stochastic rounding, recomputed values are those of the first time."""
 
     class Blocks(nn.Module):
@@ -333,7 +333,7 @@ def test_a_checkpoint_computes_again_what_it_has_computed() -> None:
     assert_same_bits(*results)
 
 
-def test_within_a_compiler_of_the_users_own() -> None:
+def test_transformed_module_inside_torch_compile() -> None:
     layer, x = nn.Linear(16, 8), torch.randn(4, 16)
     simulated = simulate_fp8(layer)
     compiled = torch.compile(lambda x: simulated(x * 2) + 1, backend="eager")
@@ -350,7 +350,7 @@ def test_within_a_compiler_of_the_users_own() -> None:
 
 
 @pytest.mark.parametrize("backend", ["inductor", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_the_users_compiler_compiles_scaled_matmuls(backend: str) -> None:
+def test_torch_compile_compiles_scaled_matmuls(backend: str) -> None:
     net, x = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)), torch.randn(4, 16) * 9
     compiled = torch.compile(net, backend=backend)
     scaled = lossless_unit_scale(net, x)
@@ -363,7 +363,7 @@ def test_the_users_compiler_compiles_scaled_matmuls(backend: str) -> None:
     assert "5 of 5 matmuls scaled" in scaled.explain()
 
 
-def test_a_lightning_module() -> None:
+def test_transformed_lightning_module_trains_bit_identically() -> None:
     class Regression(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()

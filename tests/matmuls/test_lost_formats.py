@@ -76,7 +76,7 @@ def _is_rounded(module: Any, plain: nn.Module, x: Tensor) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_users_own_compilation_beyond_the_recompile_limit(
+def test_torch_compile_past_recompile_limit_is_rounded(
     make: Callable[[nn.Module], nn.Module], torch_kernels: None
 ) -> None:
     """It runs uncompiled, whatever Dynamo has given up."""
@@ -88,7 +88,7 @@ def test_a_users_own_compilation_beyond_the_recompile_limit(
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("capture", [compile, lambda module: remat(module, 1.0)])
-def test_a_captured_module_beside_others_of_the_same_class(
+def test_captured_module_past_recompile_limit_of_class_is_rounded(
     make: Callable[[nn.Module], nn.Module], capture: Any
 ) -> None:
     """These reach the limit of the code that they share."""
@@ -106,13 +106,13 @@ def test_a_captured_module_beside_others_of_the_same_class(
 
 
 @pytest.mark.slow
-def test_matmuls_between_captured_graphs() -> None:
+def test_matmuls_between_captured_graphs_are_rounded() -> None:
     module, plain = compile(fp8_linears(Between())), Between()
     assert _is_rounded(module, plain, _x(4))
     assert "8 of 8 matmuls in FP8" in module.explain()  # type: ignore[operator]
 
 
-def test_a_shape_that_comes_later_is_warned_of_in_its_call() -> None:
+def test_later_unsupported_shape_warns_in_its_call() -> None:
     class Sliced(Net):
         def forward(self, x: Tensor) -> Tensor:
             rows = 40 if len(x) == 5 else 48
@@ -132,7 +132,7 @@ def test_a_shape_that_comes_later_is_warned_of_in_its_call() -> None:
     assert "In call 3 no matmul runs in FP8" in module.explain()  # type: ignore[operator]
 
 
-def test_an_exempt_gradient_is_not_lost() -> None:
+def test_exempt_gradient_does_not_warn() -> None:
     exempt = [("down*", "weight_gradient")]
     module = simulate_format(Net(), "E4M3FN", "E5M2", exempt=exempt)
     with warnings.catch_warnings():

@@ -31,7 +31,7 @@ def test_root_mean_square_neither_overflows_nor_underflows(dtype: torch.dtype) -
     assert math.isnan(root_mean_square(torch.tensor([1.0, math.nan], dtype=dtype)))
 
 
-def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
+def test_tensor_measured_twice_has_combined_rms() -> None:
     site = Site("linear", "", ("input",))
     calls = [
         MeasuredMatmul(site, FORWARD, site.operand_names, (extent,), (), torch.float64, (None,))
@@ -42,7 +42,7 @@ def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
     assert measured.backward == {}
 
 
-def test_find_loss() -> None:
+def test_find_loss_in_every_output_structure() -> None:
     loss = torch.ones((), requires_grad=True) * 2
     for output in (loss, {"loss": loss}, (loss, 1), [loss], {"loss": loss, "x": torch.ones(3)}):
         assert find_loss(output) is loss
@@ -50,7 +50,7 @@ def test_find_loss() -> None:
         assert find_loss(output) is None
 
 
-def test_a_rehearsal_that_raises_leaves_the_module_usable() -> None:
+def test_failed_rehearsal_keeps_module_usable() -> None:
     class Moody(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -71,7 +71,7 @@ def test_a_rehearsal_that_raises_leaves_the_module_usable() -> None:
     assert_same_bits(scaled(torch.ones(5, 4)), module(torch.ones(5, 4)))
 
 
-def test_an_example_is_left_as_it_is() -> None:
+def test_example_inputs_are_not_changed() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -22,7 +22,7 @@ def _factors(grid: MovingGrid, names: list[str], call: int = 1) -> Tensor:
     return torch.tensor([grid.factor(name, call) for name in names])
 
 
-def test_factors_are_even_and_independent() -> None:
+def test_grid_factors_are_uniform_and_independent() -> None:
     grid = MovingGrid()
     names = [f"layer{index}.linear operand {role}" for index in range(20) for role in range(2)]
     seen = []
@@ -40,7 +40,7 @@ def test_factors_are_even_and_independent() -> None:
     assert_same_bits(_factors(grid, names[::-1]).flip(0), _factors(grid, names))
 
 
-def test_the_batches_that_an_optimizer_accumulates_share_their_factors() -> None:
+def test_accumulated_batches_share_grid_factors() -> None:
     counted, followed = MovingGrid(), MovingGrid()
     for step in range(3):
         followed.follow(step)
@@ -82,7 +82,7 @@ def _steps(module: nn.Module, x: Tensor, count: int) -> list[list[Tensor]]:
     return seen
 
 
-def test_a_factor_is_put_in_and_taken_out() -> None:
+def test_grid_factor_is_applied_and_removed() -> None:
     module, x = _layers()
     assert isinstance(module, _Layers)
     layer = module.one
@@ -97,7 +97,7 @@ def test_a_factor_is_put_in_and_taken_out() -> None:
 
 
 @pytest.mark.parametrize("gradient", ["E4M3FN", "E5M2"])
-def test_real_fp8_moves_as_the_simulation_does(gradient: Any) -> None:
+def test_fp8_grid_matches_simulated_grid(gradient: Any) -> None:
     """FP8 has the same numbers; the factors are divided out before the sum, or after it."""
     module, x = _layers()
     units = _units(module, x)
@@ -113,7 +113,7 @@ def test_real_fp8_moves_as_the_simulation_does(gradient: Any) -> None:
             assert (other - still).abs().max() > 100 * near or index == 4
 
 
-def test_errors_average_out() -> None:
+def test_moving_grid_averages_errors_over_steps() -> None:
     """With a fixed grid, the mean over steps has the same error as one step."""
     module, x = _layers()
     exact = _steps(module, x, 1)[0]
@@ -135,7 +135,7 @@ def test_errors_average_out() -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_compiled_once(executor: Any, torch_kernels: None) -> None:
+def test_moving_grid_does_not_recompile(executor: Any, torch_kernels: None) -> None:
     module, x = _layers()
     moved, _ = captured_forward(fp8_linears(_units(module, x), grid="moving"), "test")
     eager = _steps(copy.deepcopy(moved), x, 3)
@@ -148,7 +148,7 @@ def test_compiled_once(executor: Any, torch_kernels: None) -> None:
     assert len(steps.steps["forward"].graphs) == 1
 
 
-def test_stochastic_rounding_of_what_moves() -> None:
+def test_stochastic_rounding_on_moving_grid() -> None:
     module, x = _layers()
     moved = simulate_format(module, "E4M3FN", "E5M2", rounding="stochastic", grid="moving")
     first, second = _steps(moved, x, 2)
@@ -158,7 +158,7 @@ def test_stochastic_rounding_of_what_moves() -> None:
         assert (one - right).norm() < 0.2 * right.norm()
 
 
-def test_in_sixteen_bits() -> None:
+def test_moving_grid_in_bf16() -> None:
     module, x = _layers()
     exact = _steps(module, x, 1)[0]
     moved = simulate_format(module.bfloat16(), "E4M3FN", "E5M2", grid="moving")

@@ -36,7 +36,7 @@ MM = next(rule for rule in RULES if rule.operator == "mm")
         lambda t: t[:0],
     ],
 )
-def test_a_scaled_copy_lies_as_its_source_does(view: Any, exponent: int) -> None:
+def test_scaled_copy_keeps_strides_and_alignment(view: Any, exponent: int) -> None:
     tensor = view(torch.randn(9, 16).sign())
     copy = scaled_copy(tensor, exponent)
     assert torch.equal(copy, tensor * 2.0**exponent)
@@ -47,14 +47,14 @@ def test_a_scaled_copy_lies_as_its_source_does(view: Any, exponent: int) -> None
 
 
 @pytest.mark.parametrize("exponent", [-200, -126, 0, 3, 126, 200])
-def test_a_result_is_scaled_in_steps(exponent: int) -> None:
+def test_scale_in_place_beyond_exponent_range(exponent: int) -> None:
     tensor = torch.full((3,), 2.0 ** (-exponent // 2), dtype=torch.float32)
     scale_in_place(tensor, exponent)
     assert torch.equal(tensor, torch.full((3,), 2.0 ** (exponent + -exponent // 2)))
 
 
 @pytest.mark.parametrize("log2_unit", [0, -90, 7])
-def test_extents(log2_unit: int) -> None:
+def test_extent_has_rms_smallest_and_largest(log2_unit: int) -> None:
     def measured(*values: float) -> tuple[float, float, float]:
         extent = Extent.of(torch.tensor(values), log2_unit)
         reading([extent])()
@@ -83,7 +83,7 @@ def _why_inexact(*smallest: float, units: Any = (0, 0), addends: Any = ()) -> st
     return _measured(*extents, addends=addends).why_inexact(units)
 
 
-def test_where_powers_of_two_are_not_exact() -> None:
+def test_inexact_powers_of_two_are_detected() -> None:
     assert _why_inexact(2.0**-60, 2.0**-60) == ""
     assert "terms below 2**-126" in _why_inexact(2.0**-60, 2.0**-70)
     assert "elements that would be below" in _why_inexact(2.0**-60, 1.0, units=(67, 0))
@@ -121,7 +121,7 @@ def _call(first: Tensor, second: Tensor, *, knows: bool) -> Call:
 @pytest.mark.parametrize("shape", [(3, 5, 7), (4, 4, 4), (4, 4, 5), (5, 4, 4), (4, 5, 4)])
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("needs", [(1, 0), (0,), (1,)])
-def test_who_is_who_in_a_backward_matmul(
+def test_sources_of_backward_matmul_operands(
     knows: bool, shape: tuple[int, int, int], turned: tuple[bool, bool], needs: tuple[int, ...]
 ) -> None:
     """All that autograd multiplies for ``mm``, against itself: seen from below, in its order."""
@@ -152,7 +152,7 @@ def test_who_is_who_in_a_backward_matmul(
         assert found == expected
 
 
-def test_what_is_told_of_a_step() -> None:
+def test_coverage_line_and_shortfall() -> None:
     counter = CoverageCounter()
     assert counter.result().line() == "no matmul ran"
     assert counter.result().shortfall() == ""
@@ -174,7 +174,7 @@ def test_what_is_told_of_a_step() -> None:
     assert alone.line().startswith("1 of 3 matmuls in a format (35 % of their FLOPs);")
 
 
-def test_what_is_left_out_is_no_shortfall() -> None:
+def test_excluded_matmuls_are_not_a_shortfall() -> None:
     counter = CoverageCounter()
     counter.add("up", "left out", "", 60)
     counter.add("down", "format", "", 40)

@@ -13,7 +13,7 @@ WIDTH, TOKENS = 256, 1024
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_operations_of_a_block(is_fp8: bool) -> None:
+def test_flops_of_transformer_block(is_fp8: bool) -> None:
     work = work_of(graph_of(WIDTH, TOKENS, is_fp8=is_fp8), GPU())
     # Weights of 12 squares, in three matmuls; two matmuls forward and five backward, halved.
     assert work[MATMULS].tflops * 1e12 == pytest.approx(2 * 3 * TOKENS * 12 * WIDTH**2)
@@ -21,7 +21,7 @@ def test_operations_of_a_block(is_fp8: bool) -> None:
     assert work[REST].tflops == 0
 
 
-def test_what_is_fused_is_read_and_written_once() -> None:
+def test_fused_operations_read_and_write_once() -> None:
     def step(x: Tensor, weight: Tensor) -> Tensor:
         return ((x.t() + 1).sin() @ weight).exp() * 2
 
@@ -33,7 +33,7 @@ def test_what_is_fused_is_read_and_written_once() -> None:
     assert work[REST].milliseconds == pytest.approx(4 * 96 / 1e9 * 1e3)
 
 
-def test_no_more_than_twice_as_fast() -> None:
+def test_fp8_speedup_is_at_most_two() -> None:
     *kinds, total = rows_of(WIDTH, TOKENS, GPU(bf16=1.0, fp8=2.0))
     assert [row["of"] for row in kinds] == [MATMULS, ATTENTION, REST]
     assert kinds[0]["BF16 / FP8"] == pytest.approx(2)

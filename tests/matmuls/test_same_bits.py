@@ -46,7 +46,7 @@ def _random_gauge(gauge: Gauge, seed: int) -> Gauge:
 @pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:.*unscaled. terms below 2..-126")
 @pytest.mark.parametrize("name", ZOO)
-def test_same_bits_and_operands_at_unit_scale(name: str) -> None:
+def test_zoo_is_bit_identical_with_operands_near_rms_1(name: str) -> None:
     module, inputs = ZOO[name]()
     expected = run(module, *inputs)
 
@@ -72,7 +72,7 @@ def test_same_bits_and_operands_at_unit_scale(name: str) -> None:
     assert (" unscaled" in scaled.explain()) == (name in _SATURATED)
 
 
-def test_three_factor_einsum_has_the_same_bits() -> None:
+def test_three_factor_einsum_is_bit_identical() -> None:
     module = Step(lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), w(4, 5), w(5, 6))
     inputs = (x(6, 3),)
     expected = run(module, *inputs)
@@ -83,7 +83,7 @@ def test_three_factor_einsum_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_vdot_has_the_same_bits_and_units_as_dot(is_compiled: bool) -> None:
+def test_vdot_is_bit_identical_with_units_of_dot(is_compiled: bool) -> None:
     steps = {name: Step(getattr(torch, name), w(300)) for name in ("vdot", "dot")}
     leaf = x(300, scale=7.0)
     results, gauges = {}, {}
@@ -100,7 +100,7 @@ def test_vdot_has_the_same_bits_and_units_as_dot(is_compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_gauges_change_no_bit_and_recompile_nothing_when_compiled(executor: str) -> None:
+def test_new_gauges_change_no_bit_and_do_not_recompile(executor: str) -> None:
     module = Step(lambda one, two, a: two(one(a).relu()), nn.Linear(8, 16), nn.Linear(16, 8))
     inputs = (x(5, 8, scale=0.3),)
     expected = run(module, *inputs)
@@ -120,7 +120,7 @@ def test_gauges_change_no_bit_and_recompile_nothing_when_compiled(executor: str)
     assert stats["unique_graphs"] == num_compiled
 
 
-def test_a_new_gauge_leaves_a_backward_pass_under_way_alone() -> None:
+def test_new_gauge_does_not_affect_pending_backward_pass() -> None:
     module, inputs = NETWORKS["reused_residual"]()
     expected = run(module, *inputs)
     scaled = lossless_unit_scale(module, *inputs)
@@ -147,7 +147,7 @@ def test_gradient_accumulation_and_no_grad() -> None:
         assert_same_bits(scaled(a), module(a))
 
 
-def test_the_original_module_is_untouched() -> None:
+def test_original_module_is_not_changed() -> None:
     module, inputs = NETWORKS["batch_norm"]()
     before = copy.deepcopy(module.__dict__)
     state = {name: one.clone() for name, one in module.state_dict().items()}
@@ -166,7 +166,7 @@ def test_the_original_module_is_untouched() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*unscaled. terms (below|above) 2")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-42, 3e38])
-def test_values_beyond_the_ordinary(value: float) -> None:
+def test_extreme_values_give_bounded_units(value: float) -> None:
     module = Step(lambda m, a: m(a).tanh(), nn.Linear(4, 3))
     a = torch.full((2, 4), value)
     scaled = lossless_unit_scale(module, a)
@@ -196,7 +196,7 @@ def test_empty_scalar_integer_and_complex_tensors() -> None:
     assert_same_bits(found, expected)
 
 
-def test_a_module_without_a_loss_learns_its_gradient_units_in_its_first_backward() -> None:
+def test_gradient_units_come_from_first_backward_without_loss() -> None:
     module = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
     a = torch.randn(5, 6) * 40
     expected = run(module, a)
@@ -212,7 +212,7 @@ def test_a_module_without_a_loss_learns_its_gradient_units_in_its_first_backward
     assert sigmas["0.linear:input"] in (5, 6)
 
 
-def test_formats_around_a_module_without_a_loss() -> None:
+def test_rounded_module_without_loss() -> None:
     """Units of gradients are measured as the first of them arrive, and rounded in these units."""
     module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     a = torch.randn(5, 16)
@@ -232,7 +232,7 @@ def test_formats_around_a_module_without_a_loss() -> None:
         assert (found * 2.0**40 - one.grad).norm() < 0.15 * one.grad.norm()
 
 
-def test_a_copy_still_learns_its_gradient_units() -> None:
+def test_copy_measures_its_own_gradient_units() -> None:
     module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     a = torch.randn(5, 6)
     scaled = lossless_unit_scale(module, a)
@@ -245,7 +245,7 @@ def test_a_copy_still_learns_its_gradient_units() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mapping", "attribute", "tuple"])
-def test_the_loss_is_found_wherever_a_step_returns_it(kind: str) -> None:
+def test_loss_is_found_in_output_structures(kind: str) -> None:
     class Output:
         def __init__(self, loss: Tensor) -> None:
             self.loss = loss
@@ -292,14 +292,14 @@ def test_keyword_arguments_and_nested_inputs() -> None:
     assert_same_bits(run(scaled, batch, power=2.0), run(module, batch, power=2.0))
 
 
-def test_a_compiled_module_is_refused() -> None:
+def test_compiled_module_is_an_error() -> None:
     for make in (torch.compile, lambda module: module.compile() or module):
         with pytest.raises(ValueError, match=r"module=\w+: it is compiled already. Expected"):
             lossless_unit_scale(make(nn.Linear(2, 2)), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("depth", ["all", "everything", None, 3])
-def test_another_depth_is_refused(depth: object) -> None:
+def test_unknown_depth_is_an_error(depth: object) -> None:
     expected = rf"^depth={depth!r}: only matmuls are scaled. Expected 'products'\. .*'16-mixed'"
     with pytest.raises(ValueError, match=expected):
         lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth=depth)
@@ -312,7 +312,7 @@ def test_the_depth_of_earlier_versions_is_accepted() -> None:
     assert_same_bits(run(scaled, a), run(module, a))
 
 
-def test_matmuls_out_of_reach_are_named() -> None:
+def test_matmuls_in_opaque_kernels_are_reported() -> None:
     module = Step(lambda a, b: torch.cdist(a, b).relu() + (a @ b.mT), w(4, 3))
     inputs = (x(5, 3),)
     scaled = lossless_unit_scale(module, *inputs)
@@ -322,7 +322,7 @@ def test_matmuls_out_of_reach_are_named() -> None:
     assert "3 of 4 matmuls scaled" in scaled.explain()
 
 
-def test_a_module_without_matmuls_is_left_as_it_is() -> None:
+def test_module_without_matmuls_is_unchanged() -> None:
     module = Step(lambda a, b: a + b, w(3))
     scaled = lossless_unit_scale(module, x(3))
     assert_same_bits(run(scaled, x(3).detach() * 0 + 1), run(module, x(3).detach() * 0 + 1))

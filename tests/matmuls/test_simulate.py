@@ -61,7 +61,7 @@ def _formats(make: Callable[[], nn.Module], *inputs: Any) -> tuple[Seen, Seen]:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", ZOO)
-def test_every_matmul_reads_what_is_in_the_format(name: str) -> None:
+def test_every_matmul_reads_representable_values(name: str) -> None:
     module, inputs = ZOO[name]()
     forward, backward = _formats(lambda: simulate_fp8(module), *inputs)
     assert forward
@@ -104,7 +104,7 @@ class _Linear(nn.Module):
         return F.linear(a, self.weight, self.bias)
 
 
-def test_a_linear_by_hand() -> None:
+def test_linear_layer_matches_hand_written_rounding() -> None:
     module, a = _Linear(), x(5, 8)
     simulated = simulate_fp8(module)
     output = simulated(a)
@@ -120,7 +120,7 @@ def test_a_linear_by_hand() -> None:
     assert module.weight.grad is None
 
 
-def test_lossless_saves_what_the_format_would_lose() -> None:
+def test_lossless_units_prevent_flush_to_zero() -> None:
     module = Step(lambda a, b: F.linear(b, a), w(6, 8, scale=1e-4))
     inputs = (x(5, 8, scale=1e4),)
     true = run(module, *inputs)["parameters"]["w0"]
@@ -134,7 +134,7 @@ def test_lossless_saves_what_the_format_would_lose() -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_compiled(executor: str, rounding: str, torch_kernels: None) -> None:
+def test_executors_match_eager(executor: str, rounding: str, torch_kernels: None) -> None:
     def function(one: nn.Module, two: nn.Module, a: Tensor) -> Tensor:
         return checkpoint(lambda b: two(F.relu(one(b))), a, use_reentrant=False)
 
@@ -152,7 +152,7 @@ def test_compiled(executor: str, rounding: str, torch_kernels: None) -> None:
         )
 
 
-def test_stochastic_rounding_is_seeded_and_leaves_the_random_state_alone() -> None:
+def test_stochastic_rounding_is_seeded_without_global_rng() -> None:
     module, inputs = NETWORKS["checkpoint"]()
 
     def results(seed: int) -> Any:
@@ -170,7 +170,7 @@ def test_stochastic_rounding_is_seeded_and_leaves_the_random_state_alone() -> No
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_copy_draws_the_same_numbers() -> None:
+def test_copy_draws_same_random_numbers() -> None:
     module, inputs = NETWORKS["gates"]()
     simulated = simulate_format(module, "E3M2FN", "E3M2FN", rounding="stochastic")
     first = run(simulated, *inputs)
@@ -180,7 +180,7 @@ def test_a_copy_draws_the_same_numbers() -> None:
     assert_same_bits(run(twin, *inputs), expected)
 
 
-def test_stochastic_gradients_are_right_on_average() -> None:
+def test_stochastic_gradients_are_unbiased() -> None:
     module, a = _Linear(), torch.randn(64, 8)
     simulated = simulate_format(module, "FP32", "E2M1FN", rounding="stochastic")
     grad = torch.randn(64, 6)
@@ -225,7 +225,7 @@ def test_include_and_exclude() -> None:
         assert ["down", "3", "50", "%", "unrounded", *reason.split()] in rows
 
 
-def test_nothing_arrives_without_a_gradient() -> None:
+def test_no_grad_forward_is_rounded() -> None:
     module, a = _Linear(), torch.randn(5, 8)
     simulated = simulate_fp8(module)
     with torch.no_grad():
@@ -235,7 +235,7 @@ def test_nothing_arrives_without_a_gradient() -> None:
     assert_same_bits(output, F.linear(quantize(a, "E4M3FN"), weight, module.bias.detach()))
 
 
-def test_a_step_without_matmuls_is_left_alone() -> None:
+def test_step_without_matmuls_is_unchanged() -> None:
     module = Step(lambda p, a: p * a, w(4))
     inputs = (x(4),)
     simulated = simulate_format(module, "E4M3FN", "E5M2", rounding="stochastic")
@@ -245,7 +245,7 @@ def test_a_step_without_matmuls_is_left_alone() -> None:
         run(simulated, *inputs)
 
 
-def test_wrong_arguments() -> None:
+def test_bad_simulate_arguments_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"rounding='up': unknown rounding"):
         SimulateFormat("E4M3FN", "E5M2", rounding="up")
     with pytest.raises(ValueError, match=r"mantissa_bits=0: out of range"):

@@ -73,7 +73,7 @@ def gauge_of(scaled: nn.Module, x: Tensor, times: int = 3) -> Gauge:
     ("middle", "width", "count"),
     [(Attention, 16, 2), (Broken, 8, 3), (Between, 8, 3), (Before, 16, 2)],
 )
-def test_each_matmul_of_a_module_has_its_own_unit(
+def test_each_matmul_of_module_has_its_own_unit(
     middle: type[nn.Module], width: int, count: int
 ) -> None:
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_each_matmul_of_a_module_has_its_own_unit(
 
 
 @pytest.mark.filterwarnings("ignore:Model.forward. no graph could be captured")
-def test_a_call_without_a_graph_uses_the_units_of_one_with_graphs() -> None:
+def test_eager_call_uses_units_of_captured_call() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 16)
     scaled = lossless_unit_scale(captured_copy(Model(Attention(), 16)), x)

@@ -186,7 +186,7 @@ PREPARE = steady.prepare_again
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("batch_sizes", [(8,), (3, 8, 5)], ids=str)
 @pytest.mark.parametrize(("make", "num_backward"), [(Square, 4), (Varied, 1)])
-def test_the_same_matmuls_in_the_same_units(
+def test_fast_lookup_finds_same_matmuls_and_units(
     make: Any, num_backward: int, batch_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train(batch_sizes=batch_sizes, make=make)
@@ -201,7 +201,7 @@ def test_the_same_matmuls_in_the_same_units(
     assert found.num_backward >= num_backward * (NUM_STEPS - 2)
 
 
-def test_a_module_in_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_session_keeps_its_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(make=Varied)
     lists = []
     for is_short in (False, True):
@@ -215,7 +215,7 @@ def test_a_module_in_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert "linear" in names and "layers.1.linear" not in names
 
 
-def test_new_units_are_found_by_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_units_use_full_lookup_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Matmuls(monkeypatch, is_short=True)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -251,7 +251,7 @@ class Bare(nn.Module):
         return self.product(self.layers[1](x)).square().mean()
 
 
-def test_the_roots_own_matmuls_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_of_root_module_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(make=Bare)
     lists = []
     for is_short in (False, True):

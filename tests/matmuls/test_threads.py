@@ -68,7 +68,7 @@ def penalized(call: Callable[..., Any], *callbacks: Any) -> list[Tensor]:
     return list(model.parameters())
 
 
-def test_gradients_of_gradients_that_another_thread_has_numbered() -> None:
+def test_second_derivatives_recorded_on_other_thread() -> None:
     """A pass that is recorded makes nodes where it runs: on a GPU, the engine's thread."""
     callbacks = [UnitScaleCallback(simulate="fp8") for _ in range(2)]
     on_one, on_many = map(penalized, (here, in_new_thread), callbacks)
@@ -130,7 +130,7 @@ CALLBACKS: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("kind", CALLBACKS)
-def test_models_in_two_threads_keep_to_themselves(kind: str, reentrant: bool | None) -> None:
+def test_models_in_two_threads_are_independent(kind: str, reentrant: bool | None) -> None:
     """Nodes of both have the same numbers."""
     kinds = (kind, "simulate")
     alone, together = ([CALLBACKS[kind]() for kind in kinds] for _ in range(2))
@@ -164,7 +164,7 @@ class Parts(nn.Module):
             return self.second(torch.cat(list(pool.map(self.first, x.chunk(2)))))
 
 
-def test_what_threads_within_a_step_multiply_is_counted_as_plain() -> None:
+def test_matmuls_of_threads_inside_step_are_unscaled() -> None:
     torch.manual_seed(0)
     model, callback = Parts(), UnitScaleCallback()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,7 +179,7 @@ def test_what_threads_within_a_step_multiply_is_counted_as_plain() -> None:
     assert (coverage.num_matmuls, coverage.num_in_units) == (2 * 2 + 3, 3)
 
 
-def test_a_setting_of_all_threads_is_as_before() -> None:
+def test_overlapping_fastpath_settings_are_restored() -> None:
     """Two steps that need fused layers opened end in the order in which they began."""
     first, second = opened_layers(True), opened_layers(True)
     for step in (first, second):
@@ -220,7 +220,7 @@ def fit(module: Trained, callback: pl.Callback) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .* does not have many workers")
-def test_trainers_in_two_threads_keep_to_themselves() -> None:
+def test_trainers_in_two_threads_are_independent() -> None:
     outcomes = []
     for num_threads in (1, 2):
         torch.manual_seed(0)
@@ -235,7 +235,7 @@ def test_trainers_in_two_threads_keep_to_themselves() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .* does not have many workers")
-def test_a_step_beside_a_compiler_has_its_units() -> None:
+def test_step_during_compilation_in_other_thread_has_units() -> None:
     def trained(runner: Callable[..., Any]) -> Any:
         torch.manual_seed(0)
         callback = UnitScaleCallback()
@@ -264,7 +264,7 @@ def adam() -> list[Tensor]:
     return [weight.detach()]
 
 
-def test_an_optimizer_beside_a_capture_has_its_bits() -> None:
+def test_optimizer_during_capture_in_other_thread_is_unchanged() -> None:
     beside = []
 
     def backend(graph_module: Any, _: Any) -> Any:
@@ -281,7 +281,7 @@ def test_an_optimizer_beside_a_capture_has_its_bits() -> None:
 @pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:The .* does not have many workers")
 @pytest.mark.parametrize("kind", ["min_cut", "u-mup"])
-def test_steps_that_two_threads_capture_at_once(kind: str) -> None:
+def test_steps_captured_by_two_threads_at_once(kind: str) -> None:
     def made() -> Any:
         return RematCallback("min_cut") if kind == "min_cut" else UnitScaleCallback(kind)
 
@@ -296,7 +296,7 @@ def test_steps_that_two_threads_capture_at_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("callbacks", [[UnitScaleCallback()], [ScaleMonitor(every_n_steps=1)]])
-def test_hooks_that_are_torchs_own_functions(callbacks: list[Any]) -> None:
+def test_builtin_functions_as_hooks_on_engine_thread(callbacks: list[Any]) -> None:
     """An engine's thread calls them without a Python frame."""
     weights = []
     for given in ([], callbacks):
@@ -330,7 +330,7 @@ class Kept(torch.autograd.Function):
         return gradient @ ctx.saved_tensors[1].T, None
 
 
-def test_gradients_on_an_engines_thread_are_let_go() -> None:
+def test_gradients_on_engine_thread_are_freed() -> None:
     """The thread lives as long as the process; the next step frees what it has kept."""
     copies: list[weakref.ref[Tensor]] = []
     original = execute.scaled_copy

@@ -135,7 +135,9 @@ class _Masked(nn.Module):
 @pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}], ids=["units", "simulated"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masked_gradients_of_a_convolution(mask: tuple[bool, ...], options: Any) -> None:
+def test_masked_convolution_gradients_ignore_unread_operands(
+    mask: tuple[bool, ...], options: Any
+) -> None:
     rows = 1e-3 * randn(12, 1, 6, 6)
     found = {
         garbage: _trained(lambda value=garbage: _Masked(mask, value), rows, **options)
@@ -206,7 +208,7 @@ def _filled_with_nan() -> Iterator[None]:
 @pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("name", _CONVOLUTIONS)
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}], ids=["units", "simulated"])
-def test_gradients_per_sample(name: str, options: Any) -> None:
+def test_per_sample_gradients_ignore_uninitialized_memory(name: str, options: Any) -> None:
     make, shape = _CONVOLUTIONS[name]
     rows = randn(12, *shape)
     run, callback = _trained(lambda: _PerSample(make), rows, **options)
@@ -232,7 +234,7 @@ class _First(nn.Module):
 
 
 @pytest.mark.parametrize("recalibrate", [None, 1])
-def test_the_weight_of_a_first_layer_is_copied_once(recalibrate: Any) -> None:
+def test_first_layer_weight_is_copied_once(recalibrate: Any) -> None:
     torch.manual_seed(1)
     module = _Training(_First(), 1e-2 * randn(12, 2, 8, 8))
     callback = UnitScaleCallback(recalibrate=recalibrate)
@@ -277,7 +279,7 @@ class _Added(nn.Module):
 @pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("how", ["addmm", "addmm_", "baddbmm", "addbmm", "addmv", "out"])
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}], ids=["units", "simulated"])
-def test_addends_times_zero(how: str, options: Any) -> None:
+def test_addends_times_zero_are_not_read(how: str, options: Any) -> None:
     rows = 1e-2 * randn(12, 6)
     runs = [_trained(lambda v=value: _Added(v, how), rows, **options) for value in GARBAGE]
     for run, callback in runs:
@@ -301,7 +303,7 @@ class _Empty(nn.Module):
         return (self.a(x) @ self.a.weight + nothing).square().mean() + empty.sum()
 
 
-def test_empty_matrices() -> None:
+def test_empty_matrices_do_not_affect_units() -> None:
     rows = 1e-2 * randn(12, 6)
     runs = [_trained(lambda v=value: _Empty(v), rows) for value in GARBAGE]
     for run, callback in runs:
@@ -315,7 +317,7 @@ def test_empty_matrices() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}], ids=["units", "simulated"])
 @pytest.mark.parametrize("name", ["first", "addmm", "per sample"])
-def test_compiled(name: str, options: Any) -> None:
+def test_compiled_unread_operands(name: str, options: Any) -> None:
     def make(garbage: float = 1.0) -> nn.Module:
         net = {
             "first": _First,

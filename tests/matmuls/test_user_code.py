@@ -68,12 +68,12 @@ class Repeated(Regression):
 
 
 @pytest.mark.parametrize("model", [Amplifying, Repeated])
-def test_a_gradient_is_written_between_its_matmuls(model: type[Regression]) -> None:
+def test_gradient_overwritten_between_matmuls(model: type[Regression]) -> None:
     assert_same_run(lambda: model(norm=False), lambda: [UnitScaleCallback()])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_body_of_a_checkpoint_has_the_same_matmuls_when_it_runs_again(reentrant: bool) -> None:
+def test_checkpoint_recomputation_has_same_matmul_names(reentrant: bool) -> None:
     def lossless() -> list[Any]:
         return [UnitScaleCallback()]
 
@@ -115,7 +115,7 @@ class Hearing(Regression):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
-def test_modes_of_the_user_do_not_hear_of_units() -> None:
+def test_user_torch_function_mode_sees_no_scaling() -> None:
     heard = [run(Hearing, callbacks).module.heard for callbacks in ([], [UnitScaleCallback()])]
     assert heard[0] == heard[1]
 
@@ -144,7 +144,7 @@ class Attending(Regression):
         return self.second(OwnAttention.apply(h, self.first.weight @ self.first.weight.T))
 
 
-def test_a_backward_pass_with_matmuls_of_another_kind() -> None:
+def test_custom_backward_with_other_matmuls() -> None:
     assert_same_run(Attending, lambda: [UnitScaleCallback()])
 
 
@@ -192,7 +192,7 @@ class Writing(Regression):
     ids=["row by row", "with gaps", "column by column"],
 )
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_matmuls_that_are_written_into_tensors_of_the_caller(empty: Any, precision: Any) -> None:
+def test_matmuls_with_out_argument_are_scaled(empty: Any, precision: Any) -> None:
     _, callbacks = assert_same_run(lambda: Writing(empty), both, precision=precision)
     coverage = unit_scale_of(callbacks).coverage
     assert coverage.num_in_units == coverage.num_matmuls == 11, coverage.table()
@@ -207,7 +207,7 @@ class Adding(Writing):
 
 
 @pytest.mark.filterwarnings("ignore:.*elements that would be below 2")
-def test_what_is_added_to_stays_in_range() -> None:
+def test_out_of_range_addends_are_unscaled() -> None:
     _, callbacks = assert_same_run(
         lambda: Adding(torch.empty), lambda: [UnitScaleCallback()], precision="64-true", max_steps=2
     )
@@ -215,7 +215,7 @@ def test_what_is_added_to_stays_in_range() -> None:
     assert "elements that would be below" in reason
 
 
-def test_what_is_written_into_is_not_read() -> None:
+def test_out_argument_is_not_measured() -> None:
     def empty(rows: int, columns: int, **options: Any) -> Tensor:
         return torch.full((rows + 1, columns), torch.nan, **options)[:rows]
 
@@ -225,7 +225,7 @@ def test_what_is_written_into_is_not_read() -> None:
     assert monitor.alerts == ()
 
 
-def test_what_is_written_is_rounded() -> None:
+def test_matmuls_with_out_argument_are_rounded() -> None:
     rounding = UnitScaleCallback(simulate="fp8")
     run(lambda: Writing(torch.empty), [rounding])
     assert rounding.coverage.fraction_of_flops("format") == 1
@@ -247,7 +247,7 @@ class Masked(Regression):
         return super().forward(self.attention(x, x, x, attn_mask=mask)[0])
 
 
-def test_a_mask_of_infinities_leaves_its_matmul_in_units() -> None:
+def test_matmul_with_infinite_mask_is_scaled() -> None:
     _, callbacks = assert_same_run(Masked, lambda: [UnitScaleCallback()])
     coverage = unit_scale_of(callbacks).coverage
     assert coverage.num_in_units == coverage.num_matmuls > 10, coverage.table()

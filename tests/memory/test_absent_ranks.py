@@ -31,7 +31,7 @@ def profiled(
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (8, 8), (1, 2)])
-def test_shards_on_devices_that_are_not_there(device: str, sizes: tuple[int, int]) -> None:
+def test_profile_of_shards_on_absent_devices(device: str, sizes: tuple[int, int]) -> None:
     count = sizes[0] * sizes[1]
     with fake_process_group(count, device=device):
         module = sharded("fsdp", device, sizes)
@@ -49,7 +49,7 @@ def test_shards_on_devices_that_are_not_there(device: str, sizes: tuple[int, int
 
 
 @pytest.mark.slow
-def test_gathered_parameters_are_those_of_two_layers_at_most() -> None:
+def test_at_most_two_layers_are_gathered() -> None:
     with fake_process_group(4):
         profile, kept = (profiled(sharded(case, sizes=(4, 1))) for case in ("fsdp", "kept"))
     whole = 4 * profile.parameter_bytes
@@ -62,7 +62,7 @@ def test_gathered_parameters_are_those_of_two_layers_at_most() -> None:
 
 
 @pytest.mark.slow
-def test_an_optimizer_of_the_sharded_parameters() -> None:
+def test_optimizer_instance_matches_optimizer_class() -> None:
     with fake_process_group(2):
         module = sharded("fsdp")
         made = profiled(module, optimizer=torch.optim.AdamW(module.parameters()))
@@ -97,7 +97,7 @@ def test_random_operators_on_distributed_tensors(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_as_near_as_torchs_tracker() -> None:
+def test_error_is_at_most_that_of_torch_tracker() -> None:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     with fake_process_group(2):
@@ -119,7 +119,7 @@ def test_as_near_as_torchs_tracker() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_of_it_is_left() -> None:
+def test_fake_process_group_is_removed() -> None:
     before = dict(vars(torch.cuda)), dict(vars(torch.UntypedStorage))
     with fake_process_group(4, device="cuda"):
         assert dist.get_world_size() == 4
@@ -134,26 +134,26 @@ def test_nothing_of_it_is_left() -> None:
 class TestErrors:
     """Modules that cannot be profiled raise an error with the reason."""
 
-    def test_a_group_within_a_group(self) -> None:
+    def test_nested_fake_group_is_an_error(self) -> None:
         with fake_process_group(2), pytest.raises(ValueError, match="in a group of 2 already"):  # noqa: SIM117
             with fake_process_group(3):
                 pass
 
-    def test_no_rank(self) -> None:
+    def test_world_size_of_zero_is_an_error(self) -> None:
         with (
             pytest.raises(ValueError, match="`world_size=0`: not a number of ranks"),
             fake_process_group(0),
         ):
             pass
 
-    def test_a_module_with_values(self) -> None:
+    def test_module_with_data_is_an_error(self) -> None:
         with fake_process_group(2):
             module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
             with pytest.raises(ValueError, match=r"on cpu. Expected a module on meta"):
                 profile_graph(module, torch.ones(2, 4))
             assert type(module.weight.to_local()) is torch.Tensor
 
-    def test_shards_on_the_cpu(self) -> None:
+    def test_cpu_offload_is_an_error(self) -> None:
         with torch.device("meta"):
             module = nn.Linear(4, 4)
         with fake_process_group(2, device="cuda"):
@@ -162,7 +162,7 @@ class TestErrors:
             with pytest.raises(ValueError, match="FSDP keeps its shards on the CPU"):
                 profile_graph(module, torch.ones(2, 4), device="cuda")
 
-    def test_a_module_whose_group_is_gone(self) -> None:
+    def test_destroyed_process_group_is_an_error(self) -> None:
         with fake_process_group(2):
             module = sharded("fsdp")
         with pytest.raises(ValueError, match="its process group is gone"):

@@ -15,20 +15,20 @@ from lightning_unitscale.profiler import MetaInfoProp, profile_graph
 from tests.memory.networks import Step
 
 
-def test_an_unknown_device() -> None:
+def test_unknown_device_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"device='tpu'.*Expected 'cpu', 'cuda', 'cuda:h100'"):
         profile_graph(nn.Linear(2, 2), torch.ones(1, 2), device="tpu")
     with pytest.raises(ValueError, match=r"device='cuda:1'"):
         MetaInfoProp(torch.fx.symbolic_trace(nn.Linear(2, 2)), device="cuda:1")
 
 
-def test_parameters_on_several_devices() -> None:
+def test_parameters_on_several_devices_are_an_error() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"several devices \(0\.bias on cpu, 1\.bias on meta\)"):
         profile_graph(module, torch.ones(1, 2))
 
 
-def test_a_step_that_depends_on_data_names_the_node() -> None:
+def test_data_dependent_step_error_has_node() -> None:
     module = nn.Sequential(nn.Linear(2, 2), Step(lambda x: x if x.sum() > 0 else -x))
     with pytest.raises(RuntimeError, match=r"node 1\.bool: .*test_bad_input.py:.* depends on"):
         profile_graph(module, torch.ones(1, 2))
@@ -37,34 +37,34 @@ def test_a_step_that_depends_on_data_names_the_node() -> None:
         profile_graph(module, torch.ones(3))
 
 
-def test_a_tensor_on_another_device_names_the_node() -> None:
+def test_mixed_devices_error_has_node() -> None:
     module = Step(lambda linear, x: linear(x) + torch.ones(2, 2), nn.Linear(2, 2))
     profile_graph(module, torch.ones(2, 2), device="cpu")
     with pytest.raises(RuntimeError, match=r"node add: it mixes devices"):
         profile_graph(module, torch.ones(2, 2), device="cuda")
 
 
-def test_lazy_and_sparse_parameters() -> None:
+def test_lazy_parameters_and_sparse_inputs_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"weight has no shape yet"):
         profile_graph(nn.LazyLinear(2), torch.ones(1, 2))
     with pytest.raises(TypeError, match=r"not one plain storage"):
         profile_graph(nn.Linear(2, 2), torch.ones(2, 2).to_sparse())
 
 
-def test_a_module_that_cannot_be_copied() -> None:
+def test_uncopyable_module_is_an_error() -> None:
     module = nn.Linear(2, 2)
     module.stream = (item for item in ())  # generators cannot be copied
     with pytest.raises(RuntimeError, match=r"`module=Linear`: it cannot be copied"):
         profile_graph(module, torch.ones(1, 2))
 
 
-def test_an_error_of_the_users_own_is_left_alone() -> None:
+def test_user_error_is_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
         profile_graph(nn.Linear(3, 2), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_module_is_left_as_it_was(device: str) -> None:
+def test_profiling_does_not_change_module(device: str) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -92,14 +92,14 @@ def test_the_module_is_left_as_it_was(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_where_the_module_is_does_not_matter(device: str) -> None:
+def test_device_of_module_does_not_change_profile(device: str) -> None:
     module, given = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1)), torch.randn(4, 8)
     profile = profile_graph(module, given, device=device)
     on_meta = copy.deepcopy(module).to("meta")
     assert profile_graph(on_meta, given.to("meta"), device=device) == profile
 
 
-def test_what_stands_in_for_a_gpu_is_taken_away_again() -> None:
+def test_gpu_simulation_is_undone_after_error() -> None:
     before = torch.autocast.__init__, torch.cuda.get_device_capability
     with pytest.raises(RuntimeError):
         profile_graph(Step(lambda x: x.item()), torch.ones(1), device="cuda")

@@ -20,7 +20,7 @@ from tests.memory.oracles import sum_of
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["mlp", "multi_head", "batch_norm", "tied"])
-def test_the_answer_fits_and_the_next_does_not(name: str, device: str) -> None:
+def test_largest_batch_fits_and_next_does_not(name: str, device: str) -> None:
     module, given = NETWORKS[name]()
 
     def peak(batch_size: int) -> int:
@@ -33,7 +33,7 @@ def test_the_answer_fits_and_the_next_does_not(name: str, device: str) -> None:
     assert peak(best) <= budget < peak(best + 1)
 
 
-def test_the_peak_may_move_to_another_part_of_the_step() -> None:
+def test_peak_moves_from_optimizer_to_backward() -> None:
     """Small batches peak in the optimizer, large ones in the backward pass."""
     module = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     profile = profile_graph(module, torch.randn(2, 256), optimizer=torch.optim.AdamW).fit_batch()
@@ -45,14 +45,14 @@ def test_the_peak_may_move_to_another_part_of_the_step() -> None:
     assert other.peak.phase == "backward"
 
 
-def test_nothing_fits() -> None:
+def test_no_batch_fits_parameters_alone() -> None:
     profile = profile_graph(nn.Linear(8, 4), torch.randn(3, 8))
     assert profile.max_batch_size(profile.parameter_bytes) == 0
     with pytest.raises(ValueError, match="budget_bytes=0"):
         profile.max_batch_size(0)
 
 
-def test_without_a_batch_there_is_an_error() -> None:
+def test_missing_batch_is_an_error() -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -68,7 +68,7 @@ def test_without_a_batch_there_is_an_error() -> None:
         replace(profile, _profile_at=None).max_batch_size(1000)
 
 
-def test_the_batch_is_the_first_dimension_that_most_inputs_have() -> None:
+def test_batch_size_is_most_common_first_dimension() -> None:
     inputs = ((torch.zeros(6, 2), torch.zeros(6)), {"mask": torch.zeros(3, 3), "flag": True})
     assert batch_size_of(inputs) == 6
     (first, second), options = resized(inputs, 9)
@@ -82,7 +82,7 @@ def test_the_batch_is_the_first_dimension_that_most_inputs_have() -> None:
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**4)), min_size=1, max_size=9),
     st.integers(1, 10**7),
 )
-def test_lines_are_found_again(lines: list[tuple[int, int]], budget: int) -> None:
+def test_fitted_peaks_match_every_batch_size(lines: list[tuple[int, int]], budget: int) -> None:
     """Against trying every batch size."""
     lines = [*lines, (0, 1000)]  # something must grow
 
@@ -97,6 +97,6 @@ def test_lines_are_found_again(lines: list[tuple[int, int]], budget: int) -> Non
     assert largest_batch(found, budget, peak) == expected
 
 
-def test_a_fit_of_peaks_where_the_steps_differ() -> None:
+def test_fit_with_different_numbers_of_moments() -> None:
     found = fit((2, 4), [10, 20, 15], [40, 30])
     assert found.peak_bytes(6) == 60

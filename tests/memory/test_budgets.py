@@ -88,7 +88,7 @@ def test_peaks_fall_and_times_rise_with_a_smaller_budget(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_fifty_budgets(name: str) -> None:
+def test_plans_are_monotone_over_fifty_budgets(name: str) -> None:
     _assert_monotone(_planner_of(name), 50)
 
 
@@ -103,7 +103,7 @@ def test_fifty_budgets_of_a_random_graph(seed: int) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("history", [(), (0.0, 1.0), (0.93, 0.31)])
-def test_a_plan_does_not_depend_on_those_before_it(history: tuple[float, ...]) -> None:
+def test_plan_does_not_depend_on_earlier_plans(history: tuple[float, ...]) -> None:
     """All ranks make the same plan, also if one of them has planned before."""
     problem = random_problem(np.random.default_rng(3), 30)
     planner = Planner(problem)
@@ -120,18 +120,18 @@ def test_a_plan_does_not_depend_on_those_before_it(history: tuple[float, ...]) -
         *((0.5, 0.5), (0.0, 0.0), (1.0, 1.0), ("min", 0.0), ("min_cut", "min_cut")),
     ],
 )
-def test_budgets_are_read(given: Any, expected: Any) -> None:
+def test_budget_strings_are_parsed(given: Any, expected: Any) -> None:
     found = check_budget(given)
     assert found == expected and type(found) is type(expected)
 
 
 @pytest.mark.parametrize("given", [1.5, -0.1, float("nan"), True, "abc", "minimum", 0, "0B", None])
-def test_three_sentences_refuse_what_is_no_budget(given: Any) -> None:
+def test_bad_budget_error_has_three_sentences(given: Any) -> None:
     with pytest.raises(ValueError, match=r"remat=.*: not .*\. Expected .*\. Pass ") as refused:
         check_budget(given, name="remat")
     assert "a float from 0.0 (the smallest peak" in str(refused.value)
 
 
-def test_a_float_is_linear_in_bytes() -> None:
+def test_relative_budget_is_linear_in_bytes() -> None:
     assert [limit_of(share, 300, lambda: 100) for share in (0.0, 0.25, 1.0)] == [100, 150, 300]
     assert limit_of(50, 300, lambda: 100) == 50

@@ -93,7 +93,7 @@ def _check(arguments: tuple[Any, ...], tolerance: float) -> None:
 
 @needs_avx2
 @pytest.mark.parametrize("name", _SHAPES)
-def test_the_kernels_of_onednn(name: str) -> None:
+def test_workspace_of_onednn_kernels(name: str) -> None:
     _check(_arguments(**_SHAPES[name]), 0.15 if name in _ESTIMATED else 0.002)
 
 
@@ -115,7 +115,7 @@ _LAST = {
 @needs_avx2
 @pytest.mark.parametrize("name", _LAST)
 @pytest.mark.parametrize("which", ["images", "filters", "both"])
-def test_channels_last(name: str, which: str) -> None:
+def test_workspace_of_channels_last_convolutions(name: str, which: str) -> None:
     images, weight, *rest = _arguments(**_LAST[name])
     if which != "filters":
         images = images.to(memory_format=torch.channels_last)
@@ -126,16 +126,16 @@ def test_channels_last(name: str, which: str) -> None:
 
 @pytest.mark.skipif(runs_in_onednn(torch.bfloat16), reason="oneDNN runs them")
 @pytest.mark.parametrize("name", ["patches", "one tap", "groups", "dilated", "sequence", "volume"])
-def test_the_kernels_of_torch(name: str) -> None:
+def test_workspace_of_native_kernels(name: str) -> None:
     _check(_arguments(**_SHAPES[name], dtype=torch.bfloat16), 0.002)
 
 
-def test_one_tap_in_one_thread_copies_nothing() -> None:
+def test_pointwise_convolution_needs_no_workspace() -> None:
     _check(_arguments((64, 128), (14, 14), 1), 0)
 
 
 @pytest.mark.parametrize("name", ["patches", "sequence", "volume", "groups", "transposed"])
-def test_options_of_one_number(name: str) -> None:
+def test_scalar_convolution_options_match_full_ones(name: str) -> None:
     """``padding="valid"`` leaves one number for all dimensions, and anybody may pass it."""
     images, weight, bias, stride, padding, dilation, *rest = _arguments(**_SHAPES[name])
     turned, output_padding, groups = rest

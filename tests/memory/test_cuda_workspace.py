@@ -32,7 +32,7 @@ def test_a_convolution_copies_images_weights_and_result_to_channels_last() -> No
     assert _convolution("t4", half) == 2 * (2 * 8 * 256 + 8 * 8 * 9 + 2 * 8 * 256)
 
 
-def test_a_convolution_that_copies_nothing() -> None:
+def test_convolutions_without_copies_need_no_workspace() -> None:
     images = torch.empty(2, 4, 16, 16, device="meta")
     assert _convolution("h100", images.to(memory_format=torch.channels_last)) == 0
     # One filter per channel is torch's own kernel, and a T4 has no TF32.
@@ -53,7 +53,7 @@ def test_the_backward_pass_of_a_convolution(masks: list[bool]) -> None:
     assert more == copies + 4 * 2 * 8 * 256
 
 
-def test_an_embedding_sorts_many_indices() -> None:
+def test_embedding_backward_sorts_many_indices() -> None:
     operator = aten.embedding_dense_backward.default
     for count, expected in ((3072, 0), (4000, 32 * 4000 + 4 * (50 + 400) * 16)):
         grad = torch.empty(count, 16, device="meta")
@@ -63,7 +63,7 @@ def test_an_embedding_sorts_many_indices() -> None:
         )
 
 
-def test_silu_has_one_kernel_in_its_backward_pass() -> None:
+def test_silu_backward_is_one_kernel() -> None:
     """Torch takes it apart under a dispatch mode, unlike in a real step."""
     given = torch.ones(1000, requires_grad=True)
     for layer in (torch.nn.SiLU(), torch.nn.Mish()):
@@ -76,7 +76,7 @@ def test_silu_has_one_kernel_in_its_backward_pass() -> None:
     assert silu.saved_bytes == 160
 
 
-def test_a_sum_at_indices_sorts_them() -> None:
+def test_accumulating_index_put_sorts_indices() -> None:
     table, rows = torch.empty(50, 8, device="meta"), torch.zeros(6, 7, dtype=torch.long)
     values = torch.empty(6, 7, 8, device="meta")
 

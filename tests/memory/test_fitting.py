@@ -83,7 +83,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: s
 
 
 @pytest.mark.slow
-def test_the_allocator_of_a_gpu_is_asked_about_the_largest_batch() -> None:
+def test_largest_batch_on_gpu_uses_reserved_bytes() -> None:
     step = _step("cuda")
     memory = step.profile.library_bytes + 40 * 2**20
     step.memory_bytes = memory
@@ -99,7 +99,7 @@ def test_the_allocator_of_a_gpu_is_asked_about_the_largest_batch() -> None:
 
 
 @pytest.mark.slow
-def test_microbatches_until_nothing_is_recomputed() -> None:
+def test_fits_end_at_first_microbatch_without_recomputation() -> None:
     step = _step()
     planner = step.planner(384)
     limit = (planner.floor.peak_bytes + planner.default.peak_bytes) // 2
@@ -116,7 +116,7 @@ def test_microbatches_until_nothing_is_recomputed() -> None:
 
 
 @pytest.mark.slow
-def test_copies_to_the_host_are_one_more_way() -> None:
+def test_fits_include_host_offload() -> None:
     step = _step("cuda:h100")
     step.link = HostLink(1e12)
     planner = step.planner(384)
@@ -135,7 +135,7 @@ def test_copies_to_the_host_are_one_more_way() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_fits() -> None:
+def test_no_fit_in_too_little_memory() -> None:
     step = _step()
     assert step.largest(1000) is None and step.largest(1000, remat=True) is None
     assert not list(step.fits(1000, 8, 1))
@@ -143,7 +143,7 @@ def test_nothing_fits() -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_takes_what_fsdp_takes(ranks: int) -> None:
+def test_predicted_rank_peak_matches_fsdp(ranks: int) -> None:
     step = _step()
     with fake_process_group(ranks):
         with torch.device("meta"):
@@ -159,7 +159,7 @@ def test_a_rank_takes_what_fsdp_takes(ranks: int) -> None:
     assert predicted == pytest.approx(profile.peak_bytes, rel=0.1)
 
 
-def test_what_is_gathered() -> None:
+def test_gathered_bytes_of_shards() -> None:
     module = Blocks()
     block = 4 * (2 * WIDTH * 4 * WIDTH + 5 * WIDTH)
     rest = 4 * (8 * WIDTH + WIDTH + WIDTH * 4 + 4)
@@ -183,7 +183,7 @@ def test_divisors() -> None:
     assert divisors(1) == [1] and divisors(49) == [1, 7, 49]
 
 
-def test_costs_are_ranks_then_added_time_then_microbatches() -> None:
+def test_fits_are_ordered_by_ranks_time_and_microbatches() -> None:
     def fit(**options: float) -> Fit:
         values = {"num_shards": 1, "num_microbatches": 1, "extra_flops": 0.0, **options}
         return Fit("32-true", microbatch=1, budget=None, peak_bytes=1, flops=1.0, **values)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def _qkv(
         ("h100", torch.float64, "math"),
     ],
 )  # fmt: skip
-def test_by_gpu_and_type(gpu: str, dtype: torch.dtype, kernel: str) -> None:
+def test_kernel_by_gpu_and_dtype(gpu: str, dtype: torch.dtype, kernel: str) -> None:
     assert _kernel(Attention(), *_qkv(dtype), gpu=gpu) == kernel
 
 
@@ -76,11 +76,11 @@ def test_by_gpu_and_type(gpu: str, dtype: torch.dtype, kernel: str) -> None:
         ("a10g", 200, BF16, "efficient"), ("a10g", 256, BF16, "flash"),
     ],
 )  # fmt: skip
-def test_by_head_size(gpu: str, depth: int, dtype: torch.dtype, kernel: str) -> None:
+def test_kernel_by_head_size(gpu: str, depth: int, dtype: torch.dtype, kernel: str) -> None:
     assert _kernel(Attention(), *_qkv(dtype, depth), gpu=gpu) == kernel
 
 
-def test_by_dropout() -> None:
+def test_kernel_by_dropout() -> None:
     # cuDNN draws in sixteenths.
     assert _kernel(Attention(dropout_p=0.125), *_qkv(BF16)) == "cudnn"
     assert _kernel(Attention(dropout_p=0.1), *_qkv(BF16)) == "flash"
@@ -94,18 +94,18 @@ def test_by_dropout() -> None:
         ("h100", (1, 4, 1, 32), torch.bool, "cudnn"), ("a100", (32, 32), torch.bool, "efficient"),
     ],
 )  # fmt: skip
-def test_by_mask(gpu: str, shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> None:
+def test_kernel_by_mask(gpu: str, shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> None:
     mask = torch.ones(shape, dtype=dtype)
     assert _kernel(Attention(), *_qkv(BF16), mask, gpu=gpu) == kernel
 
 
-def test_a_mask_whose_rows_are_not_contiguous_takes_matmuls() -> None:
+def test_mask_with_strided_rows_uses_math_kernel() -> None:
     mask = torch.ones(1, 32, 32, 4).permute(0, 3, 1, 2)
     assert _kernel(Attention(), *_qkv(FP32), mask) == "math"
     assert _kernel(Attention(), *_qkv(FP32), mask.contiguous()) == "efficient"
 
 
-def test_a_bias_that_needs_a_gradient_gets_one_for_each_of_the_batch() -> None:
+def test_bias_with_gradient_uses_efficient_kernel() -> None:
     bias = torch.ones(1, 4, 32, 32, requires_grad=True)
     assert _kernel(Attention(), *_qkv(FP32), bias) == "efficient"
     # cuDNN has no gradient of the bias.
@@ -117,17 +117,17 @@ def test_a_bias_that_needs_a_gradient_gets_one_for_each_of_the_batch() -> None:
     ("gpu", "dtype", "kernel"),
     [("h100", BF16, "cudnn"), ("a100", BF16, "flash"), ("h100", FP32, "math")],
 )
-def test_by_shared_heads(gpu: str, dtype: torch.dtype, kernel: str) -> None:
+def test_kernel_by_grouped_query_heads(gpu: str, dtype: torch.dtype, kernel: str) -> None:
     assert _kernel(Attention(enable_gqa=True), *_qkv(dtype, shared=2), gpu=gpu) == kernel
 
 
-def test_a_causal_mask_of_another_length() -> None:
+def test_kernel_for_causal_mask_of_other_length() -> None:
     module = Attention(is_causal=True)
     assert _kernel(module, *_qkv(BF16, length=16), gpu="a100") == "efficient"
     assert _kernel(module, *_qkv(BF16), gpu="a100") == "flash"
 
 
-def test_autocast_comes_before_the_choice() -> None:
+def test_kernel_is_chosen_after_autocast() -> None:
     """Rotary positions leave query and key in FP32 beside a value in BF16."""
     query, key, _ = _qkv(FP32, shared=2)
     value = _qkv(BF16, shared=2)[2]
@@ -140,7 +140,7 @@ def test_autocast_comes_before_the_choice() -> None:
     assert _kernel(Autocast(enable_gqa=True), query, key, value) == "cudnn"
 
 
-def test_kernels_save_a_number_for_each_row() -> None:
+def test_kernels_save_one_number_per_row() -> None:
     for gpu in ("h100", "a100"):
         profile = profile_graph(Attention(), *_qkv(BF16), device=f"cuda:{gpu}")
         (node,) = profile.nodes
@@ -157,7 +157,7 @@ def _workspace(kernel: str, gpu: str, dtype: torch.dtype, depth: int, shared: in
     return cuda_workspace_bytes(GPUS[gpu], operator, args, None)
 
 
-def test_what_backward_kernels_allocate() -> None:
+def test_workspace_of_backward_kernels() -> None:
     rows = 2 * 4 * 32
     assert _workspace("cudnn", "h100", BF16, 64) == 4 * rows * 65
     # Flash rounds the length to 128, and has copies for shared heads.
@@ -173,6 +173,6 @@ def test_what_backward_kernels_allocate() -> None:
     assert _workspace("efficient", "a10g", FP32, 128) == 2 * 4 * 2 * tile + 4 * rows
 
 
-def test_the_simulated_capability_is_the_gpus() -> None:
+def test_simulated_capability_is_reported_by_torch() -> None:
     with simulating(torch.device("cuda"), (7, 5)):
         assert torch.cuda.get_device_capability() == (7, 5)

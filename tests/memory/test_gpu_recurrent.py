@@ -34,7 +34,9 @@ def _recurrent_node(module: nn.Module, given: Tensor) -> tuple[int, int, int]:
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_the_reserve(kind: type[nn.RNNBase], layers: int, both: bool, batch_first: bool) -> None:
+def test_reserve_matches_saved_vectors(
+    kind: type[nn.RNNBase], layers: int, both: bool, batch_first: bool
+) -> None:
     module = Layers(kind, 16, 32, layers, bidirectional=both, batch_first=batch_first)
     directions, positions = 1 + both, 4 * 8
     beside, results, grads = _recurrent_node(module, torch.ones(4, 8, 16, requires_grad=True))
@@ -48,14 +50,14 @@ def test_the_reserve(kind: type[nn.RNNBase], layers: int, both: bool, batch_firs
     assert grads == sum(param.numel() * 4 for param in module.parameters())
 
 
-def test_dropout_saves_a_bit_for_each_value() -> None:
+def test_dropout_saves_one_bit_per_value() -> None:
     given = torch.ones(4, 8, 16, requires_grad=True)
     plain = _recurrent_node(Layers(nn.LSTM, 16, 32, 3), given)[0]
     dropped = _recurrent_node(Layers(nn.LSTM, 16, 32, 3, dropout=0.1), given)[0]
     assert dropped - plain == 2 * 4 * 8 * 32 // 8
 
 
-def test_a_reserve_that_was_seen_on_an_h100() -> None:
+def test_reserve_matches_measurement_on_h100() -> None:
     """Three layers of width 1,024, dropout, 64 sequences of 128: one block of 546 MiB."""
     with torch.device("meta"):
         module = Layers(nn.LSTM, 512, 1024, 3, dropout=0.1, batch_first=True)
@@ -66,7 +68,7 @@ def test_a_reserve_that_was_seen_on_an_h100() -> None:
     assert node.saved_bytes - given.numel() * 4 - output - states == 546 * 2**20
 
 
-def test_autocast_and_inference() -> None:
+def test_autocast_dtype_and_no_reserve_in_inference() -> None:
     module, given = Layers(nn.GRU, 16, 32, 2), torch.ones(4, 8, 16)
     half = profile_graph(
         module, given, device="cuda:h100", context=lambda: torch.autocast("cuda", torch.bfloat16)

@@ -24,7 +24,7 @@ H100 = GPUS["h100"]
         ((1568, 3072), HALF, 39321600),
     ],
 )
-def test_the_gradient_of_a_bias(shape: tuple[int, int], dtype: torch.dtype, seen: int) -> None:
+def test_buffer_of_bias_gradient(shape: tuple[int, int], dtype: torch.dtype, seen: int) -> None:
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     assert reduction_bytes(H100, tensor, [0]) == seen
     # Batch and positions are one dimension to the kernel.
@@ -32,7 +32,7 @@ def test_the_gradient_of_a_bias(shape: tuple[int, int], dtype: torch.dtype, seen
     assert reduction_bytes(H100, tensor.t(), [1]) == seen
 
 
-def test_how_far_a_sum_is_split() -> None:
+def test_split_of_sums() -> None:
     def size(*shape: int, dims: tuple[int, ...] = (0,), gpu: str = "h100") -> int:
         return reduction_bytes(GPUS[gpu], torch.empty(shape, device="meta"), dims)
 
@@ -53,12 +53,12 @@ def test_tensors_beyond_32_bits_are_reduced_in_halves() -> None:
     assert reduction_bytes(H100, whole, [0]) == reduction_bytes(H100, half, [0]) > 0
 
 
-def test_a_variance_has_larger_parts() -> None:
+def test_buffer_of_variance_is_larger() -> None:
     tensor = torch.empty(4096, 512, device="meta")
     assert reduction_bytes(H100, tensor, [0], 16) == 4 * reduction_bytes(H100, tensor, [0])
 
 
-def test_a_profile_has_it() -> None:
+def test_profile_includes_reduction_buffer() -> None:
     module, given = nn.Linear(64, 512), torch.empty(4096, 64, device="meta")
     (node,) = profile_graph(module, given, device="cuda:h100").nodes
     assert node.bwd_mem_tmp == 16 * 2**20

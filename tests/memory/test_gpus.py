@@ -16,13 +16,13 @@ from lightning_unitscale.profiler import DeviceType, GraphProfile, MetaInfoProp,
 MIB, GIB = 2**20, 2**30
 
 
-def test_each_device_can_be_written_in_the_type_of_the_argument() -> None:
+def test_device_type_lists_every_gpu() -> None:
     assert get_args(DeviceType) == ("cpu", "cuda", *(f"cuda:{name}" for name in GPUS))
     assert get_args(DeviceType) == DEVICE_NAMES
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_gpu_is_named(name: str) -> None:
+def test_gpu_is_parsed_by_name(name: str) -> None:
     device, gpu = parse_device(f"cuda:{name}")
     assert device == torch.device("cuda")
     assert gpu is GPUS[name] and gpu.name == name
@@ -35,7 +35,7 @@ def test_a_gpu_is_named(name: str) -> None:
     assert 30 < gpu.flops_per_second / gpu.bytes_per_second < 450
 
 
-def test_without_a_name_it_is_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unnamed_cuda_is_present_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert parse_device("cuda") == (torch.device("cuda"), GPUS["h100"])
     assert parse_device("cpu") == (torch.device("cpu"), None)
@@ -58,13 +58,15 @@ def test_without_a_name_it_is_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPa
         ("Tesla T4", (7, 5), "t4"),
     ],
 )
-def test_a_gpu_that_cuda_reports(title: str, capability: tuple[int, int], listed: str) -> None:
+def test_described_gpu_is_matched_to_listed_gpu(
+    title: str, capability: tuple[int, int], listed: str
+) -> None:
     gpu = describe_gpu(title, capability, 10 * GIB, 7)
     assert gpu.name == listed and gpu.title == title
     assert gpu.num_multiprocessors == GPUS[listed].num_multiprocessors
 
 
-def test_a_gpu_that_is_not_listed_has_its_own_kernels() -> None:
+def test_unlisted_gpu_uses_its_own_capability() -> None:
     gpu = describe_gpu("NVIDIA GeForce RTX 5090", (12, 0), 32 * GIB, 170)
     assert (gpu.title, gpu.capability, gpu.num_multiprocessors) == (
         "NVIDIA GeForce RTX 5090", (12, 0), 170,
@@ -75,12 +77,12 @@ def test_a_gpu_that_is_not_listed_has_its_own_kernels() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:h1000", "cuda:0", "h100", "mps", 3])
-def test_an_unknown_device(device: object) -> None:
+def test_unknown_device_is_an_error(device: object) -> None:
     with pytest.raises(ValueError, match="its kernels are not known"):
         parse_device(device)  # type: ignore[arg-type]
 
 
-def test_a_report_says_which_gpu() -> None:
+def test_report_has_gpu_name() -> None:
     layers, given = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8)
     profile = profile_graph(layers, given, device="cuda:l40s")
     assert (profile.device, profile.gpu) == ("cuda", "L40S 48GB")

@@ -27,7 +27,7 @@ def _kept(module: nn.Module, *given: Tensor, device: DeviceType = "cuda:h100") -
 
 
 @pytest.mark.parametrize(("device", "size"), [("cuda:h100", HOPPER), ("cuda:a100", AMPERE)])
-def test_one_for_each_thread_and_one_of_cublaslt(device: DeviceType, size: int) -> None:
+def test_one_workspace_per_thread_and_one_for_cublaslt(device: DeviceType, size: int) -> None:
     given = torch.ones(4, 8)
     plain, biased = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
     assert _kept(plain, given, device=device) == 2 * size
@@ -38,7 +38,7 @@ def test_one_for_each_thread_and_one_of_cublaslt(device: DeviceType, size: int) 
     assert _kept(frozen, torch.ones(4, 8), device=device) == size
 
 
-def test_dropout_between_recurrent_layers_keeps_its_generators() -> None:
+def test_recurrent_dropout_keeps_generator_states() -> None:
     """One of 24 bytes per thread that the GPU can hold, as seen on an H100."""
     given = torch.ones(4, 8, 16)
     plain, dropped = (nn.LSTM(16, 16, 2, dropout=rate) for rate in (0.0, 0.1))
@@ -47,7 +47,7 @@ def test_dropout_between_recurrent_layers_keeps_its_generators() -> None:
     assert _kept(dropped.eval().requires_grad_(False), given) == 0
 
 
-def test_they_exist_all_through_the_step() -> None:
+def test_workspaces_exist_throughout_step() -> None:
     profile = profile_graph(nn.Linear(8, 8), torch.ones(4, 8), device="cuda:h100")
     library = profile.timeline.live_by_kind["library"]
     assert set(library) == {profile.library_bytes}
@@ -55,12 +55,12 @@ def test_they_exist_all_through_the_step() -> None:
     assert "library" in profile.totals()
 
 
-def test_a_bias_of_a_vector_does_not_go_through_cublaslt() -> None:
+def test_one_feature_bias_does_not_use_cublaslt() -> None:
     assert _kept(nn.Linear(8, 1), torch.ones(4, 8)) == 2 * HOPPER
     assert _kept(nn.Linear(8, 8), torch.ones(4, 8)) == 2 * HOPPER + MIB
 
 
-def test_the_environment_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_workspace_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
     assert _kept(nn.Linear(8, 8), torch.ones(4, 8)) == 2 * AMPERE + 2 * MIB

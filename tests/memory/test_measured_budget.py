@@ -67,14 +67,14 @@ def _planned(budget: Any) -> tuple[_Step, MeasuredPartitioner]:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [1.0, 0.6, 0.0, "min_cut"])
-def test_the_prediction_is_what_is_measured(budget: Any) -> None:
+def test_predicted_peak_matches_measured_peak(budget: Any) -> None:
     step, partitioner = _planned(budget)
     step.measured(partitioner)
     assert {report.peak_bytes for report in partitioner.reports} == {step.peak}
 
 
 @pytest.mark.slow
-def test_a_float_leads_from_the_smallest_peak_to_that_without_it() -> None:
+def test_relative_budget_spans_smallest_to_default_peak() -> None:
     peaks = []
     for budget in (1.0, 0.5, 0.0):
         step, partitioner = _planned(budget)
@@ -89,7 +89,7 @@ def test_a_float_leads_from_the_smallest_peak_to_that_without_it() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_could_be_faster_alone() -> None:
+def test_no_graph_could_use_faster_plan() -> None:
     step, partitioner = _Step(), MeasuredPartitioner(0.5)
     step.capture(partitioner)
     parts = step.measured(partitioner).parts
@@ -107,7 +107,7 @@ def test_nothing_could_be_faster_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_of_another_size_keeps_the_least() -> None:
+def test_other_batch_size_uses_smallest_plan() -> None:
     step, partitioner = _planned(1.0)
     saved = [report.saved_bytes for report in partitioner.reports]
     assert min(saved) > 0
@@ -120,7 +120,7 @@ def test_a_batch_of_another_size_keeps_the_least() -> None:
 
 
 @pytest.mark.slow
-def test_below_the_floor() -> None:
+def test_budget_below_minimum_is_an_error() -> None:
     step, partitioner = _Step(), MeasuredPartitioner(1)
     step.capture(partitioner)
     parts = step.measured(partitioner).parts

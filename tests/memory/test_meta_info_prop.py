@@ -17,7 +17,7 @@ def _module() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_symbolic_trace_has_the_costs_of_the_module(device: str) -> None:
+def test_symbolic_trace_has_costs_of_module(device: str) -> None:
     module, given = _module(), torch.randn(32, 8)
     graph_module = fx.symbolic_trace(module)
     info = MetaInfoProp(graph_module, device=device)
@@ -35,7 +35,7 @@ def test_a_symbolic_trace_has_the_costs_of_the_module(device: str) -> None:
     assert info.profile is not None and next(iter(costs)) in info.profile.summary()
 
 
-def test_dynamos_graph_takes_its_parameters_as_inputs() -> None:
+def test_dynamo_graph_has_costs_of_module() -> None:
     module, given = _module(), torch.randn(32, 8)
     graph_module = captured(module, given)
     inputs = [
@@ -56,7 +56,7 @@ def test_inputs_that_share_a_storage_count_once() -> None:
     assert profile.peak_bytes == 4 * 32 + 4 * 16
 
 
-def test_values_live_until_their_last_reader() -> None:
+def test_values_are_freed_after_last_reader() -> None:
     def chain(x: torch.Tensor) -> torch.Tensor:
         a = x + 1
         b = a + 1
@@ -68,7 +68,7 @@ def test_values_live_until_their_last_reader() -> None:
     assert profile.timeline.after_bytes == 2 * 400 or profile.timeline.after_bytes == 400
 
 
-def test_the_node_that_depends_on_data_is_named() -> None:
+def test_data_dependent_node_error_has_node() -> None:
     graph_module = make_fx(lambda x: x * 2)(torch.ones(3))
     multiply = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[
         0

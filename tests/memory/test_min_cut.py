@@ -15,7 +15,7 @@ def _costs(network, problem):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_cut_is_as_good_as_the_best_of_all_plans(seed: int) -> None:
+def test_cut_matches_brute_force(seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, 9)
     network = CutNetwork(problem)
@@ -28,7 +28,7 @@ def test_a_cut_is_as_good_as_the_best_of_all_plans(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_hull_is_the_hull_of_all_plans(seed: int) -> None:
+def test_hull_matches_brute_force(seed: int) -> None:
     problem = random_problem(np.random.default_rng(100 + seed), 9)
     network = CutNetwork(problem)
     hull = network.hull()
@@ -47,12 +47,12 @@ def _side(edges: list[tuple[int, int]], capacities: list[float]) -> list[bool]:
     return source_side(sink + 1, tails, heads, np.array(capacities), 0, sink).tolist()
 
 
-def test_capacities_beyond_32_bits_do_not_wrap() -> None:
+def test_capacities_above_32_bits_do_not_overflow() -> None:
     edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
     assert _side(edges, [5e12, 7e12, 6e12, 4e12]) == [True, False, True, False]
 
 
-def test_of_two_equal_cuts_the_one_near_the_sink_is_taken() -> None:
+def test_equal_cuts_prefer_sink_side() -> None:
     assert _side([(0, 1), (1, 2), (2, 3)], [2.0, 2.0, 2.0]) == [True, True, True, False]
 
 
@@ -69,7 +69,7 @@ def test_an_infinite_path_is_an_error(num_paths: int) -> None:
     ]  # fmt: skip
 
 
-def test_edges_in_any_order() -> None:
+def test_order_of_edges_does_not_matter() -> None:
     edges = [(2, 3), (0, 2), (1, 3), (0, 1)]
     assert _side(edges, [1.0, 2.0, 5.0, 3.0]) == [True, False, True, False]
     assert _side(edges, [9.0, 2.0, 5.0, 3.0]) == [True] + [False] * 3

@@ -42,7 +42,7 @@ def test_a_multilayer_perceptron_by_hand() -> None:
     assert first.fwd_bytes_moved == 4 * (rows * narrow + wide * narrow + wide + rows * wide)
 
 
-def test_modules_add_up() -> None:
+def test_module_costs_are_sums_of_nodes() -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
     profile = profile_graph(module, torch.randn(3, 4))
     by_path = {costs.path: costs for costs in profile.modules}
@@ -54,7 +54,7 @@ def test_modules_add_up() -> None:
     assert by_path["0"].parameter_bytes == 4 * (32 + 8)
 
 
-def test_one_input_of_attention_is_saved_once() -> None:
+def test_shared_attention_input_is_saved_once() -> None:
     mha = nn.MultiheadAttention(32, 4, kdim=32, vdim=32)
     mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight = (
         nn.Parameter(torch.randn(32, 32)) for _ in range(3)
@@ -68,7 +68,7 @@ def test_one_input_of_attention_is_saved_once() -> None:
     assert [node.fwd_mem_in for node in readers] == [4 * given.numel(), 0, 0]
 
 
-def test_a_view_pins_the_whole_storage() -> None:
+def test_saved_view_keeps_whole_storage() -> None:
     base = torch.randn(100, 8)
     module = Step(lambda linear, x: linear(x[:1]), nn.Linear(8, 4))
     profile = profile_graph(module, base)
@@ -78,7 +78,7 @@ def test_a_view_pins_the_whole_storage() -> None:
     assert profile_graph(nn.Linear(8, 4), base[:1]).input_bytes == 4 * 800
 
 
-def test_inputs_that_share_a_storage_count_once() -> None:
+def test_inputs_with_shared_storage_count_once() -> None:
     base = torch.randn(100, 8)
     module = Step(lambda linear, x, y: linear(x).sum() + linear(y).sum(), nn.Linear(8, 4))
     profile = profile_graph(module, base[:50], base[50:])
@@ -86,7 +86,7 @@ def test_inputs_that_share_a_storage_count_once() -> None:
     assert profile.saved_bytes == 4 * 800
 
 
-def test_dropout_keeps_what_its_device_keeps() -> None:
+def test_dropout_mask_size_depends_on_device() -> None:
     module, given = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1)), torch.randn(32, 8)
     on_cpu = _costs(profile_graph(module, given, device="cpu"), "dropout")
     on_gpu = _costs(profile_graph(module, given, device="cuda"), "dropout")
@@ -108,7 +108,7 @@ def test_softmax_and_layer_norm(device: str) -> None:
     assert norm.save_fwd_in == ("mul", "layer0.weight", "layer0.bias")
 
 
-def test_in_place_operations_make_nothing() -> None:
+def test_in_place_operations_allocate_nothing() -> None:
     module = Step(lambda linear, x: linear(x).mul_(2).relu_(), nn.Linear(8, 16))
     profile = profile_graph(module, torch.randn(4, 8))
     assert _costs(profile, "mul").fwd_mem_out == 0
@@ -116,7 +116,7 @@ def test_in_place_operations_make_nothing() -> None:
     assert (relu.fwd_mem_out, relu.saved_bytes) == (0, 4 * 4 * 16)
 
 
-def test_autocast_changes_types_on_each_device() -> None:
+def test_autocast_dtypes_depend_on_device() -> None:
     def forward(linear: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16):
             return norm(linear(x))
@@ -131,7 +131,7 @@ def test_autocast_changes_types_on_each_device() -> None:
     assert types == {"cpu": ["bfloat16", "bfloat16"], "cuda": ["bfloat16", "float32"]}
 
 
-def test_the_loss_under_a_gpus_autocast() -> None:
+def test_loss_under_cuda_autocast() -> None:
     """It keeps the softmax's logarithms as they come, and a copy of them in FP32 to sum."""
 
     def forward(x: Tensor, target: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_the_loss_under_a_gpus_autocast() -> None:
     assert _costs(with_float, "cross_entropy").dtype == "float32"
 
 
-def test_a_sum_under_a_gpus_autocast_copies_nothing() -> None:
+def test_sum_under_cuda_autocast_has_no_cast_copy() -> None:
     def forward(x: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return x.sum(0) + x.sum(0, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ def test_a_sum_under_a_gpus_autocast_copies_nothing() -> None:
     assert [node.fwd_mem_tmp for node in nodes] == [0, 0]
 
 
-def test_positional_arguments_under_a_gpus_autocast() -> None:
+def test_positional_arguments_under_cuda_autocast() -> None:
     def forward(x: Tensor, target: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             x = torch.softmax(x, 1, None) + F.log_softmax(x, 1, 3, None) + x.softmax(1, None)
@@ -173,7 +173,7 @@ def test_positional_arguments_under_a_gpus_autocast() -> None:
     assert {node.dtype for node in profile.nodes if "softmax" in node.op} == {"float32"}
 
 
-def test_attention_takes_the_kernel_of_its_device() -> None:
+def test_attention_kernel_depends_on_device() -> None:
     def forward(linear: nn.Module, x: Tensor) -> Tensor:
         q = linear(x).view(2, 64, 4, 16).transpose(1, 2)
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
@@ -189,7 +189,7 @@ def test_attention_takes_the_kernel_of_its_device() -> None:
     assert on_gpu.fwd_flops == on_cpu.fwd_flops
 
 
-def test_what_a_checkpoint_runs_again_is_backward() -> None:
+def test_checkpoint_recomputation_counts_as_backward() -> None:
     from torch.utils.checkpoint import checkpoint
 
     def forward(linear: nn.Module, x: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def test_what_a_checkpoint_runs_again_is_backward() -> None:
         assert profile.bwd_flops == 2 * profile.fwd_flops  # again, and the weight's gradient
 
 
-def test_an_autograd_function_of_the_user() -> None:
+def test_custom_autograd_function_saves_its_tensors() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:

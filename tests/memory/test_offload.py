@@ -89,7 +89,7 @@ def _moved_plan(plan: RematPlan, link: HostLink, haste: float = 1.0) -> RematPla
     return replace(plan, moves=moves, timeline=without_moved(problem, timeline, moves))
 
 
-def test_one_copy_leaves_as_early_and_returns_as_late_as_it_can() -> None:
+def test_single_copy_matches_brute_force_schedule() -> None:
     """Every schedule of one move of a chain, by brute force."""
     problem = _chain(6)
     plan = Planner(problem).default
@@ -120,7 +120,7 @@ def test_one_copy_leaves_as_early_and_returns_as_late_as_it_can() -> None:
 
 
 @pytest.mark.parametrize("rate", [4.0, 8.0, 20.0, 1e6])
-def test_copies_without_haste_are_hidden_and_bounded(rate: float) -> None:
+def test_copies_are_hidden_and_bounded_in_flight(rate: float) -> None:
     problem = _chain(40)
     link = HostLink(rate, 0.0)
     plan = _moved_plan(Planner(problem).default, link)
@@ -148,7 +148,7 @@ def test_a_slower_link_than_planned_exposes_its_copies() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_bytes_are_those_of_variables_that_are_deleted_and_made_again(seed: int) -> None:
+def test_timeline_without_moved_values_while_on_host(seed: int) -> None:
     problem = _offloadable(random_problem(np.random.default_rng(seed), 10))
     planner = Planner(problem)
     num_moved = 0
@@ -169,7 +169,7 @@ def test_bytes_are_those_of_variables_that_are_deleted_and_made_again(seed: int)
 
 
 @pytest.mark.parametrize("rate", [2.0, 3.0, 5.0, 8.0, 15.0, 30.0])
-def test_moves_are_the_best_of_all_sets_of_values(rate: float) -> None:
+def test_moves_match_brute_force(rate: float) -> None:
     """Every set of values of every plan on the device, at every haste, by brute force."""
     problem, link = _chain(7), HostLink(rate, 0.0)
     planner = Planner(problem, link=link)
@@ -197,7 +197,7 @@ def test_moves_are_the_best_of_all_sets_of_values(rate: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_larger_budget_never_costs_more_and_a_smaller_one_never_has_a_higher_peak(
+def test_plans_are_monotone_in_budget(
     planner: Planner,
 ) -> None:
     top, floor = planner.default.peak_bytes, planner.floor.peak_bytes
@@ -214,7 +214,7 @@ def test_a_larger_budget_never_costs_more_and_a_smaller_one_never_has_a_higher_p
     assert plans[-1].moves == () and any(plan.moves for plan in plans)
 
 
-def test_what_is_cheaper_to_recompute_is_recomputed(planner: Planner) -> None:
+def test_recomputes_where_cheaper_than_offload(planner: Planner) -> None:
     limit = (planner.default.peak_bytes + replace(planner, link=None).floor.peak_bytes) // 2
     plan = replace(planner, link=HostLink(1e5)).plan(limit)
     assert not plan.moves and plan.again_seconds > 0
@@ -224,7 +224,7 @@ def test_what_is_cheaper_to_recompute_is_recomputed(planner: Planner) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.0, 0.3, 0.7])
-def test_bits_and_bytes_of_a_step(budget: float) -> None:
+def test_offloaded_step_is_bit_identical_with_predicted_peak(budget: float) -> None:
     torch.manual_seed(0)
     net, x = Net(2), torch.randn(4, 64, 64)
     plain = run(net.forward, list(net.parameters()), x)
@@ -280,7 +280,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
 
 
 @pytest.mark.slow
-def test_the_bytes_on_the_host_are_those_of_the_plan(host: _Host) -> None:
+def test_host_bytes_match_plan(host: _Host) -> None:
     torch.manual_seed(0)
     net, x = Net(2), torch.randn(4, 64, 64)
     planned = transforms.remat(net, 0.2, offload="host")
@@ -298,7 +298,7 @@ def test_the_bytes_on_the_host_are_those_of_the_plan(host: _Host) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_in_either_pass_leaves_nothing_behind(
+def test_error_in_either_pass_frees_host_memory(
     host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -332,7 +332,7 @@ def test_an_error_in_either_pass_leaves_nothing_behind(
     assert all(map(torch.equal, plain[0], found[0]))
 
 
-def test_a_copy_that_is_dropped_is_waited_for() -> None:
+def test_dropped_copy_is_waited_for() -> None:
     class Event:
         waits = 0
 
@@ -362,7 +362,7 @@ def test_a_copy_that_is_dropped_is_waited_for() -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
 )
-def test_values_layouts_and_types_return_as_they_were(tensor: Tensor) -> None:
+def test_values_strides_and_dtypes_survive_round_trip(tensor: Tensor) -> None:
     there = offload_graph.start_to_host(tensor).wait()
     back = offload_graph.start_to_device(there, tensor.device).wait()
     assert torch.equal(back, tensor) and back.stride() == tensor.stride()
@@ -388,7 +388,7 @@ class _Odd(nn.Module):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [0.0, 0.4])
-def test_bits_of_unusual_values(budget: float) -> None:
+def test_unusual_values_are_bit_identical(budget: float) -> None:
     torch.manual_seed(0)
     net, x = _Odd(), torch.randn(8, 3, 16, 16)
     torch._dynamo.reset()
@@ -415,7 +415,7 @@ def test_batches_of_changing_sizes_share_a_plan() -> None:
     assert all(report.num_offloaded for report in planned.remat_reports())
 
 
-def test_plans_are_reported_drawn_and_hashed(planner: Planner) -> None:
+def test_offload_plans_in_reports_drawings_and_hashes(planner: Planner) -> None:
     plan = planner.floor
     assert plan.moves
     assert plan.hash != replace(plan, moves=()).hash
@@ -427,7 +427,7 @@ def test_plans_are_reported_drawn_and_hashed(planner: Planner) -> None:
 
 
 @pytest.mark.slow
-def test_functions_of_remat_plan_with_a_link() -> None:
+def test_remat_plan_functions_with_host_link() -> None:
     torch.manual_seed(0)
     net, x = Net(2), torch.randn(4, 64, 64)
     plan = plan_remat(net, x, budget=0.0, offload=HostLink(1e9))
@@ -436,7 +436,7 @@ def test_functions_of_remat_plan_with_a_link() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_for_a_named_device_has_its_link() -> None:
+def test_plan_for_device_uses_its_host_link() -> None:
     with torch.device("meta"):
         net, x = Net(2), torch.randn(4, 64, 64)
     slow, fast = (
@@ -450,19 +450,19 @@ def test_a_plan_for_a_named_device_has_its_link() -> None:
     assert link_of("cuda:h100") == described_link(GPUS["h100"])
 
 
-def test_links_are_those_of_the_named_gpu() -> None:
+def test_host_link_speed_of_gpu() -> None:
     assert described_link(GPUS["a100"]).bytes_per_second == pytest.approx(25.6e9)
     assert all(gpu.host_bytes_per_second < gpu.bytes_per_second / 10 for gpu in GPUS.values())
 
 
 @pytest.mark.parametrize("offload", ["disk", True, 1, ("host",)])
-def test_another_place_is_an_error(offload: Any) -> None:
+def test_unknown_offload_target_is_an_error(offload: Any) -> None:
     with pytest.raises(ValueError, match=r"offload=.*Expected 'host'"):
         transforms.remat(Net(1), 0.5, offload=offload)
 
 
 @pytest.mark.slow
-def test_what_cannot_use_it_is_an_error() -> None:
+def test_incompatible_offload_settings_are_an_error() -> None:
     with pytest.raises(ValueError, match="limits no bytes"):
         transforms.remat(Net(1), "min_cut", offload="host")
     compiled_module = transforms.compile(transforms.remat(Net(1), 0.5, offload="host"))
@@ -470,7 +470,7 @@ def test_what_cannot_use_it_is_an_error() -> None:
         compiled_module(torch.randn(2, 8, 64))
 
 
-def test_a_value_that_the_caller_gets_or_that_is_small_stays(planner: Planner) -> None:
+def test_forward_outputs_are_not_offloaded(planner: Planner) -> None:
     plan = planner.default
     values = idle_values(plan.problem, plan.saved, plan.order, plan.timeline)
     assert all(isinstance(value, IdleValue) for value in values)

@@ -39,7 +39,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operations_are_those_of_torchs_counter(name: str) -> None:
+def test_flops_match_torch_flop_counter(name: str) -> None:
     module, given = CASES[name]()
     with FlopCounterMode(display=False) as forward:
         loss = sum_of(module(given))
@@ -50,7 +50,7 @@ def test_operations_are_those_of_torchs_counter(name: str) -> None:
     assert profile.bwd_flops == backward.get_total_flops() > 0
 
 
-def test_convolution_in_groups_counts_each_gradient_like_the_forward() -> None:
+def test_grouped_convolution_gradients_cost_forward_flops() -> None:
     module = nn.Conv2d(16, 32, 3, padding=1, groups=4)
     (node,) = profile_graph(module, torch.randn(2, 16, 8, 8).requires_grad_()).nodes
     assert node.fwd_flops == 2 * (2 * 8 * 8) * 32 * 4 * 9
@@ -78,7 +78,7 @@ def test_fused_attention_counts_its_matmuls() -> None:
     ],
     ids=["mv", "dot", "addmv", "add"],
 )
-def test_matmuls_that_torchs_counter_leaves_out(function, args, flops) -> None:  # type: ignore[no-untyped-def]
+def test_flops_of_matmuls_missing_in_torch_counter(function, args, flops) -> None:  # type: ignore[no-untyped-def]
     assert operator_costs(function, args, {}, function(*args)).flops == flops
 
 
@@ -97,11 +97,11 @@ def test_matmuls_that_torchs_counter_leaves_out(function, args, flops) -> None: 
     ],
     ids=["add", "vector", "expanded", "in_place", "view", "transpose", "empty", "zeros", "cat"],
 )
-def test_bytes_moved(function, args, num_bytes) -> None:  # type: ignore[no-untyped-def]
+def test_bytes_moved_by_operators(function, args, num_bytes) -> None:  # type: ignore[no-untyped-def]
     assert operator_costs(function, args, {}, function(*args)).bytes_moved == num_bytes
 
 
-def test_nodes_of_a_graph_of_aten() -> None:
+def test_costs_of_aten_graph_nodes() -> None:
     graph = make_fx(lambda a, b: (a @ b).relu(), tracing_mode="fake")(
         torch.ones(2, 3), torch.ones(3, 4)
     ).graph
@@ -112,7 +112,7 @@ def test_nodes_of_a_graph_of_aten() -> None:
     assert costs["output"] == costs["a_1"] == aten_node_costs(next(iter(graph.nodes)))
 
 
-def test_symbolic_sizes_count_with_the_sizes_traced() -> None:
+def test_symbolic_sizes_use_traced_sizes() -> None:
     traced = make_fx(lambda a, b: a @ b, tracing_mode="symbolic")
     graph = traced(torch.ones(5, 3), torch.ones(3, 4)).graph
     (matmul,) = graph.find_nodes(op="call_function", target=aten.mm.default)

@@ -44,7 +44,7 @@ def _real_state(optimizer: torch.optim.Optimizer, module: nn.Module, given: Tens
 
 @pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_the_real_optimizers(name: str) -> None:
+def test_predicted_state_matches_real_optimizer(name: str) -> None:
     module, given = _module(), torch.randn(5, 8)
     optimizer = OPTIMIZERS[name](module.parameters())
     before = {param: dict(state) for param, state in optimizer.state.items()}
@@ -55,7 +55,7 @@ def test_state_is_the_real_optimizers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "fused"])
-def test_bytes_of_a_state_that_is_still_to_come(name: str) -> None:
+def test_state_bytes_before_first_step(name: str) -> None:
     module, given = _module(), torch.randn(5, 8)
     module.append(nn.Linear(4, 4)).append(nn.Linear(4, 4))  # of which one stands for both
     optimizers = {**OPTIMIZERS, "fused": lambda params: torch.optim.AdamW(params, fused=True)}
@@ -67,7 +67,7 @@ def test_bytes_of_a_state_that_is_still_to_come(name: str) -> None:
     assert predicted == optimizer_state_bytes([optimizer])
 
 
-def test_a_state_that_cannot_be_measured_is_taken_for_two_values() -> None:
+def test_unmeasurable_state_counts_as_two_values() -> None:
     class Refuses(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             raise KeyError("closure")
@@ -78,13 +78,13 @@ def test_a_state_that_cannot_be_measured_is_taken_for_two_values() -> None:
     assert found == 2 * storage_bytes(module.parameters())
 
 
-def test_the_step_counts_of_a_gpu_stay_on_the_cpu() -> None:
+def test_step_counters_are_not_on_gpu() -> None:
     module, given = _module(), torch.randn(5, 8)
     profile = profile_graph(module, given, optimizer=torch.optim.Adam, device="cuda")
     assert profile.optimizer_bytes == 2 * profile.parameter_bytes
 
 
-def test_a_gpu_takes_the_implementation_over_lists() -> None:
+def test_gpu_default_is_foreach() -> None:
     module, given = _module(), torch.randn(5, 8)
     peaks = {
         foreach: profile_graph(
@@ -96,7 +96,7 @@ def test_a_gpu_takes_the_implementation_over_lists() -> None:
     assert peaks[None] == peaks[True] != peaks[False]
 
 
-def test_an_optimizer_of_the_users_own() -> None:
+def test_custom_optimizer_state_is_measured() -> None:
     class Halves(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
@@ -113,7 +113,7 @@ def test_an_optimizer_of_the_users_own() -> None:
     assert 2 * profile.optimizer_bytes == profile.parameter_bytes
 
 
-def test_a_schedule_is_not_advanced() -> None:
+def test_lr_schedule_is_not_advanced() -> None:
     module = _module()
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
@@ -132,12 +132,12 @@ def test_frozen_parameters_have_no_state() -> None:
     assert profile.optimizer_bytes == 2 * trained + 2 * 4
 
 
-def test_an_optimizer_of_another_module_is_refused() -> None:
+def test_optimizer_of_other_module_is_an_error() -> None:
     optimizer = torch.optim.SGD(_module().parameters(), 0.1)
     with pytest.raises(ValueError, match=r"no parameter of the module.*Make a new one"):
         profile_graph(_module(), torch.randn(5, 8), optimizer=optimizer)
 
 
-def test_what_makes_no_optimizer_is_refused() -> None:
+def test_factory_without_optimizer_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"it made a list. Expected an optimizer"):
         profile_graph(_module(), torch.randn(5, 8), optimizer=lambda p: list(p))

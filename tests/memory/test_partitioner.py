@@ -38,7 +38,7 @@ class EveryPlan(RematPartitioner):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_plan_computes_the_same_bits(name: str) -> None:
+def test_every_plan_is_bit_identical(name: str) -> None:
     make, inputs = PROGRAMS[name]
     torch.manual_seed(0)
     module, x = make(), inputs()
@@ -60,7 +60,7 @@ def test_every_plan_computes_the_same_bits(name: str) -> None:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"in place"}))
-def test_the_default_partition_computes_what_eager_does(name: str) -> None:
+def test_default_partition_matches_eager(name: str) -> None:
     make, inputs = PROGRAMS[name]
     torch.manual_seed(0)
     module, x = make(), inputs()
@@ -81,7 +81,7 @@ def _planned(function, *inputs, budget="min_cut") -> RematPlan:
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_tags_runs_again_and_is_not_saved() -> None:
+def test_checkpointed_nodes_are_recomputed_not_saved() -> None:
     module = Checkpointed()
     for budget in ("default", "min_cut", 1.0):
         plan = _planned(module.forward, torch.randn(32, 64), budget=budget)
@@ -92,7 +92,7 @@ def test_what_a_checkpoint_tags_runs_again_and_is_not_saved() -> None:
 
 
 @pytest.mark.slow
-def test_random_values_are_saved_or_replayed() -> None:
+def test_only_large_random_values_are_redrawn() -> None:
     module = PROGRAMS["dropout"][0]()
     plan = _planned(module.forward, PROGRAMS["dropout"][1](), budget=0.8)
     random = [i for i, node in enumerate(plan.problem.nodes) if node.replay_bytes]
@@ -104,14 +104,14 @@ def test_random_values_are_saved_or_replayed() -> None:
         assert node.can_recompute == (made > 80_000)
 
 
-def test_what_reads_a_mutated_buffer_is_not_run_again() -> None:
+def test_readers_of_mutated_buffer_are_not_recomputed() -> None:
     module = PROGRAMS["in place"][0]()
     plan = _planned(module.forward, torch.randn(4, 6, 16))
     adds = [n for n in plan.problem.nodes if n.kind == "aten.add" and n.in_forward]
     assert adds and not any(node.can_recompute for node in adds)
 
 
-def test_sizes_may_be_symbols() -> None:
+def test_symbolic_sizes_are_partitioned() -> None:
     layer = torch.nn.Linear(8, 8)
 
     def function(x):
@@ -131,7 +131,7 @@ def test_sizes_may_be_symbols() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_runs_a_plan() -> None:
+def test_inductor_runs_planned_partition() -> None:
     from torch._inductor import config
 
     layers = torch.nn.Sequential(*[torch.nn.Linear(32, 32), torch.nn.GELU()] * 3)
@@ -178,7 +178,7 @@ def _program(steps):
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(steps=_STEPS, budget=st.sampled_from(["min_cut", "floor", "front"]))
-def test_random_programs_compute_the_same_bits(steps, budget) -> None:
+def test_random_programs_are_bit_identical(steps, budget) -> None:
     torch.manual_seed(1)
     x = torch.randn(4, 4, requires_grad=True)
     w = torch.randn(4, 4, requires_grad=True)

@@ -14,7 +14,7 @@ from tests.memory.oracles import measured_peak, measured_saved, storage_bytes, s
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_peak_and_saved_bytes_are_those_of_a_real_step(name: str) -> None:
+def test_peak_and_saved_bytes_match_real_step(name: str) -> None:
     module, given = NETWORKS[name]()
     profile = profile_graph(module, given, loss=sum_of)
     # The memory of oneDNN's 16-bit matmuls is known only roughly, and these networks are small.
@@ -39,7 +39,7 @@ def test_peak_of_a_step_with_an_optimizer(optimizer: object) -> None:
     assert profile.peak_bytes == pytest.approx(real, rel=0.01)
 
 
-def test_as_near_as_torchs_tracker() -> None:
+def test_error_is_at_most_that_of_torch_tracker() -> None:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     module, given = NETWORKS["residual"]()
@@ -54,7 +54,7 @@ def test_as_near_as_torchs_tracker() -> None:
     assert abs(ours - real) <= abs(tracked - real)
 
 
-def test_the_moment_of_the_peak() -> None:
+def test_peak_has_phase_and_node() -> None:
     wide = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
     peak = profile_graph(wide, torch.randn(4096, 8), loss=sum_of).peak
     assert peak.phase == "backward"
@@ -66,7 +66,7 @@ def test_the_moment_of_the_peak() -> None:
     assert peak.node == ""
 
 
-def test_timeline_begins_and_ends_with_what_stays() -> None:
+def test_timeline_starts_and_ends_with_persistent_bytes() -> None:
     module, given = NETWORKS["mlp"]()
     profile = profile_graph(module, given, loss=sum_of, optimizer=torch.optim.AdamW)
     there = profile.parameter_bytes + profile.optimizer_bytes + profile.input_bytes
@@ -76,7 +76,7 @@ def test_timeline_begins_and_ends_with_what_stays() -> None:
     assert max(profile.timeline.live_bytes) == profile.peak_bytes
 
 
-def test_a_forward_pass_alone() -> None:
+def test_frozen_module_has_only_forward_phase() -> None:
     module, given = NETWORKS["mlp"]()
     profile = profile_graph(module.requires_grad_(False), given)
     assert profile.saved_bytes == profile.gradient_bytes == profile.bwd_flops == 0
@@ -98,7 +98,7 @@ def test_bytes_of_sparse_tensors(layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
-def test_the_state_of_an_optimizer_of_sparse_gradients() -> None:
+def test_optimizer_state_for_sparse_gradients() -> None:
     table = nn.Embedding(5, 6, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters())
     before = optimizer_state_bytes([optimizer])
@@ -126,7 +126,7 @@ class _LanguageModel(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [(), (torch.arange(32).repeat(4, 2),)], ids=["none", "given"])
-def test_only_given_positions_can_be_of_several_sequences(rows: tuple[Tensor, ...]) -> None:
+def test_position_ids_expand_attention_mask(rows: tuple[Tensor, ...]) -> None:
     model, ids = _LanguageModel(), torch.zeros(4, 64, dtype=torch.long)
     profile = profile_graph(model, ids, *rows)
     # For a mask, keys and values are repeated for the heads of their group.

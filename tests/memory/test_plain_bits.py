@@ -25,7 +25,7 @@ def _network(resize: nn.Module) -> nn.Module:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("resize", RESIZED.values(), ids=RESIZED)
-def test_resized_images_have_the_bits_of_a_plain_step(resize: nn.Module) -> None:
+def test_resized_images_are_bit_identical(resize: nn.Module) -> None:
     plain = _network(resize)
     planned = remat(copy.deepcopy(plain), "min_cut")
     for size in (8, 10, 12):  # the later ones share a graph with a symbolic size
@@ -81,7 +81,9 @@ class Bilinear(nn.Module):
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize("kind", [Updates, Inverse, Bilinear])
-def test_a_backward_pass_outside_of_autocast(kind: type[nn.Module], is_autocast: bool) -> None:
+def test_backward_pass_outside_autocast_is_bit_identical(
+    kind: type[nn.Module], is_autocast: bool
+) -> None:
     torch.manual_seed(0)
     plain = kind()
     planned = remat(plain, "min_cut")
@@ -95,7 +97,7 @@ def test_a_backward_pass_outside_of_autocast(kind: type[nn.Module], is_autocast:
     assert len(planned.remat_reports()) == 1
 
 
-def test_afterwards_the_operators_are_what_they_were() -> None:
+def test_plain_kernels_restores_operators() -> None:
     operator = torch.ops.aten.upsample_bilinear2d.default
     before = dict(operator.py_kernels)
     with pytest.raises(RuntimeError, match="within"), plain_kernels():
@@ -119,7 +121,7 @@ class OtherLayout(nn.Module):
         return turned.exp().cumsum(-1).mean()
 
 
-def test_a_view_of_another_layout_is_copied() -> None:
+def test_view_of_other_layout_is_copied() -> None:
     torch.manual_seed(0)
     plain = OtherLayout()
     planned = remat(copy.deepcopy(plain), "min_cut")

@@ -62,14 +62,14 @@ def planner() -> Planner:
 
 
 @pytest.mark.slow
-def test_repeated_blocks_are_found_and_recognized(planner: Planner) -> None:
+def test_repeated_blocks_are_detected(planner: Planner) -> None:
     blocks = find_blocks(planner.problem)
     assert len(blocks) >= 12
     assert blocks.classes[4:8] == blocks.classes[6:10]
     assert sum(map(len, blocks.members)) == sum(planner.blocks.block >= 0)
 
 
-def test_a_saved_view_keeps_the_storage_that_it_lies_in(planner: Planner) -> None:
+def test_saved_view_counts_whole_storage(planner: Planner) -> None:
     # Without random operations any values may be given.
     nodes = tuple(dataclasses.replace(node, replay_bytes=0) for node in planner.problem.nodes)
     problem = dataclasses.replace(planner.problem, nodes=nodes)
@@ -91,7 +91,7 @@ def test_a_saved_view_keeps_the_storage_that_it_lies_in(planner: Planner) -> Non
 
 
 @pytest.mark.slow
-def test_a_larger_budget_never_costs_more_and_no_budget_is_exceeded(planner: Planner) -> None:
+def test_plans_are_monotone_and_within_budget(planner: Planner) -> None:
     top, floor = planner.default.peak_bytes, planner.floor.peak_bytes
     assert floor < 0.6 * top
     before = None
@@ -104,7 +104,7 @@ def test_a_larger_budget_never_costs_more_and_no_budget_is_exceeded(planner: Pla
     assert before is not None and before.seconds == 0
 
 
-def test_it_is_never_worse_than_the_candidates(planner: Planner) -> None:
+def test_plans_are_at_least_as_good_as_candidates(planner: Planner) -> None:
     for candidate in planner.candidates:
         plan = planner.plan(candidate.peak_bytes)
         assert plan.seconds <= candidate.seconds
@@ -112,7 +112,7 @@ def test_it_is_never_worse_than_the_candidates(planner: Planner) -> None:
     assert planner.floor.peak_bytes <= min(plan.peak_bytes for plan in planner.candidates)
 
 
-def test_the_front_is_monotone(planner: Planner) -> None:
+def test_pareto_front_is_monotone(planner: Planner) -> None:
     front = planner.front(8)
     assert len(front) > 5
     for faster, smaller in itertools.pairwise(front):
@@ -120,7 +120,7 @@ def test_the_front_is_monotone(planner: Planner) -> None:
         assert faster.peak_bytes > smaller.peak_bytes
 
 
-def test_min_cut_runs_no_matmul_again(planner: Planner) -> None:
+def test_min_cut_recomputes_no_matmul(planner: Planner) -> None:
     plan = planner.plan("min_cut")
     kinds = set(RematReport.of(plan).recomputed)
     assert not kinds & {"aten.addmm", "aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu"}
@@ -128,20 +128,20 @@ def test_min_cut_runs_no_matmul_again(planner: Planner) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_the_same_wherever_it_is_made(planner: Planner) -> None:
+def test_plans_are_deterministic(planner: Planner) -> None:
     torch.manual_seed(0)
     other = _planner(Net(), (torch.randn(4, 64, 64),), {}, None, 0)
     assert other.plan(0.6).hash == planner.plan(0.6).hash
     assert other.plan(0.7).hash != planner.plan(0.5).hash
 
 
-def test_a_budget_below_the_floor_names_it(planner: Planner) -> None:
+def test_budget_below_minimum_error_has_minimum(planner: Planner) -> None:
     with pytest.raises(ValueError, match=rf"{planner.floor.peak_bytes} bytes\), in the"):
         planner.plan(planner.floor.peak_bytes // 2)
 
 
 @pytest.mark.slow
-def test_a_function_is_planned_as_often_as_one_likes() -> None:
+def test_function_can_be_planned_repeatedly() -> None:
     """Dynamo gives up on code that it has captured eight times."""
     net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(64, 4)
     peaks = [plan_remat(net, x, budget=1.0).peak_bytes for _ in range(10)]
@@ -149,7 +149,7 @@ def test_a_function_is_planned_as_often_as_one_likes() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_resident_counts() -> None:
+def test_resident_bytes_add_to_peak() -> None:
     x = torch.randn(4, 64, 64)
     bare = plan_remat(Net(1), x, budget=1.0)
     beside = plan_remat(Net(1), x, budget=1.0, resident_bytes=1000)
@@ -157,7 +157,7 @@ def test_what_is_resident_counts() -> None:
 
 
 @pytest.mark.slow
-def test_measured_times_decide() -> None:
+def test_measured_times_override_cost_model() -> None:
     x = torch.randn(4, 64, 64)
     fast = CostModel(flops_per_second=1e30, bytes_per_second=1e30, overhead_seconds=1e-9)
     assert plan_remat(Net(2), x, budget=0.7, cost_model=fast).seconds < 1e-6
@@ -166,7 +166,7 @@ def test_measured_times_decide() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_simulation_is_a_count_of_what_is_reachable(seed: int) -> None:
+def test_timeline_matches_reference_counting(seed: int) -> None:
     """Step through both passes with explicit reference counting."""
     problem = random_problem(np.random.default_rng(seed), 10)
     planner = Planner(problem)
@@ -220,7 +220,7 @@ def _counted(plan: RematPlan) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_peak_is_what_a_step_takes(planner: Planner) -> None:
+def test_predicted_peak_matches_measured_peak(planner: Planner) -> None:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 64, 64)
     for budget in (1.0, 0.7, 0.55):
@@ -250,7 +250,7 @@ class _Masks(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_replay_is_predicted_with_all_that_it_makes() -> None:
+def test_peak_includes_random_replays() -> None:
     torch.manual_seed(0)
     net, x = _Masks(), torch.randn(512, 64)
 
@@ -272,7 +272,7 @@ def test_a_replay_is_predicted_with_all_that_it_makes() -> None:
     assert meter.stop() == pytest.approx(plan.peak_bytes, rel=0.001)
 
 
-def test_a_function_without_gradients_or_with_breaks_is_refused() -> None:
+def test_function_without_gradient_or_with_breaks_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="requires a gradient"):
         plan_remat(lambda x: x.sin(), torch.randn(3), budget=1.0)
 
@@ -286,7 +286,7 @@ def test_a_function_without_gradients_or_with_breaks_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_pictures_are_written(planner: Planner, tmp_path: Path) -> None:
+def test_figures_and_dot_files_are_written(planner: Planner, tmp_path: Path) -> None:
     x = torch.randn(4, 64, 64)
     plans = pareto_front(Net(1), x, num_plans=4, path=tmp_path / "front.svg")
     plan = plans[-1]
@@ -301,7 +301,7 @@ def test_pictures_are_written(planner: Planner, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5, "min_cut"])
-def test_a_graph_of_networkx(planner: Planner, budget, tmp_path: Path) -> None:
+def test_networkx_graph_has_every_node_and_edge(planner: Planner, budget, tmp_path: Path) -> None:
     plan = planner.plan(budget)
     problem, graph = plan.problem, plan.to_networkx()
     names = [node.name for node in problem.nodes]
@@ -337,7 +337,7 @@ def test_a_graph_of_networkx(planner: Planner, budget, tmp_path: Path) -> None:
     assert nx.read_graphml(tmp_path / "plan.graphml").edges == graph.edges
 
 
-def test_a_missing_extra_is_named(planner: Planner, monkeypatch, tmp_path: Path) -> None:
+def test_missing_matplotlib_error_has_extra(planner: Planner, monkeypatch, tmp_path: Path) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -345,7 +345,7 @@ def test_a_missing_extra_is_named(planner: Planner, monkeypatch, tmp_path: Path)
         plot_timeline(planner.default, tmp_path / "live.png")
 
 
-def test_a_report_says_what_is_kept_and_run_again(planner: Planner) -> None:
+def test_report_lists_saved_and_recomputed(planner: Planner) -> None:
     report = RematReport.of(planner.plan(0.3))
     assert report.saved_bytes < RematReport.of(planner.default).saved_bytes
     assert report.recomputed_flops > 0

@@ -23,7 +23,7 @@ def profile() -> GraphProfile:
 
 
 @pytest.mark.slow
-def test_json_gives_the_same_profile(profile: GraphProfile, tmp_path: Path) -> None:
+def test_profile_survives_json_round_trip(profile: GraphProfile, tmp_path: Path) -> None:
     assert GraphProfile.from_json(profile.to_json()) == profile
     profile.save(tmp_path / "profile.json")
     again = GraphProfile.load(tmp_path / "profile.json")
@@ -32,13 +32,13 @@ def test_json_gives_the_same_profile(profile: GraphProfile, tmp_path: Path) -> N
     assert str(Path.home()) not in profile.to_json()
 
 
-def test_text_that_is_no_profile() -> None:
+def test_bad_json_is_an_error() -> None:
     for text in ("", "{}", '{"version": 2, "nodes": 3}', '{"version": 0}', "[]"):
         with pytest.raises(ValueError, match="`text`: not a profile"):
             GraphProfile.from_json(text)
 
 
-def test_the_table_is_sorted_by_what_matters(profile: GraphProfile) -> None:
+def test_table_is_sorted_by_saved_bytes(profile: GraphProfile) -> None:
     lines = profile.table(limit=3).splitlines()
     assert len(lines) == 2 + 3 + 1
     assert lines[-1] == f"({len(profile.nodes) - 3} more nodes)"
@@ -51,7 +51,7 @@ def test_the_table_is_sorted_by_what_matters(profile: GraphProfile) -> None:
         profile.table("size")
 
 
-def test_the_summary_names_the_peak(profile: GraphProfile) -> None:
+def test_summary_has_peak_and_node(profile: GraphProfile) -> None:
     text = profile.summary()
     assert format_bytes(profile.peak_bytes) in text
     assert profile.peak.phase in text and profile.peak.node in text
@@ -68,7 +68,7 @@ def test_the_plot_is_written(profile: GraphProfile, tmp_path: Path) -> None:
     assert axes.lines[0].get_ydata().max() == pytest.approx(profile.peak_bytes / 2**20)
 
 
-def test_without_matplotlib_the_error_names_the_extra(
+def test_missing_matplotlib_error_has_extra(
     profile: GraphProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -76,7 +76,7 @@ def test_without_matplotlib_the_error_names_the_extra(
         profile.plot()
 
 
-def test_a_graph_of_networkx(profile: GraphProfile, tmp_path: Path) -> None:
+def test_networkx_graph_has_every_node_and_edge(profile: GraphProfile, tmp_path: Path) -> None:
     graph = profile.to_networkx()
     edges = {(read, node.name) for node in profile.nodes for read in node.inputs}
     assert set(graph.edges) == edges
@@ -101,13 +101,13 @@ def test_a_graph_of_networkx(profile: GraphProfile, tmp_path: Path) -> None:
     assert nx.read_graphml(tmp_path / "step.graphml").edges == graph.edges
 
 
-def test_a_node_by_its_name(profile: GraphProfile) -> None:
+def test_node_lookup_by_name(profile: GraphProfile) -> None:
     assert profile.node(profile.nodes[2].name) is profile.nodes[2]
     with pytest.raises(KeyError, match="no node has it"):
         profile.node("nowhere")
 
 
-def test_units() -> None:
+def test_bytes_and_flops_are_formatted() -> None:
     assert [format_bytes(size) for size in (0, 1023, 1536, 3 * 2**30)] == [
         "0 B", "1023 B", "1.50 KiB", "3.00 GiB",
     ]  # fmt: skip

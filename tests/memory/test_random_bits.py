@@ -74,7 +74,7 @@ def _step(module: nn.Module, batch: Tensor, *, autocast: bool = False) -> list[T
 @pytest.mark.parametrize("drop", DROPOUTS.values(), ids=DROPOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout_has_the_plain_bits(
+def test_dropout_is_bit_identical(
     layout: Callable[[Tensor], Tensor], drop: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ RECURRENT = {
         for name in RECURRENT
     ],
 )
-def test_recurrent_layers_drop_out_between_layers(name: str) -> None:
+def test_recurrent_dropout_is_bit_identical(name: str) -> None:
     torch.manual_seed(0)
     plain = RECURRENT[name]
     planned = remat(copy.deepcopy(plain), "min_cut")
@@ -129,14 +129,14 @@ def test_recurrent_layers_drop_out_between_layers(name: str) -> None:
     assert len(planned.remat_reports()) == 1
 
 
-def test_inductor_drops_out_between_recurrent_layers(torch_kernels: None) -> None:
+def test_recurrent_dropout_under_inductor(torch_kernels: None) -> None:
     torch.manual_seed(0)
     plain, x = Stacked("LSTM"), torch.randn(4, 5, 6)
     assert_same_bits(_step(compiled(copy.deepcopy(plain)), x), _step(plain, x))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(autocast: bool) -> None:
+def test_backward_pass_outside_autocast_is_bit_identical(autocast: bool) -> None:
     torch.manual_seed(0)
     plain, batch = Mixed(), torch.randn(8, 16)
     planned = remat(copy.deepcopy(plain), "min_cut")
@@ -170,7 +170,7 @@ class Unread(Mixed):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("draw", UNREAD.values(), ids=UNREAD)
-def test_draws_that_nothing_reads_are_made_once(draw: Callable[[Tensor], object]) -> None:
+def test_unread_random_draws_happen_once(draw: Callable[[Tensor], object]) -> None:
     torch.manual_seed(0)
     plain, batch = Unread(draw), torch.randn(8, 16)
     expected = _step(plain, batch)
@@ -184,7 +184,7 @@ def test_draws_that_nothing_reads_are_made_once(draw: Callable[[Tensor], object]
     assert_same_bits(*results)
 
 
-def test_inductor_draws_the_plain_numbers() -> None:
+def test_inductor_draws_same_random_numbers() -> None:
     torch.manual_seed(0)
     plain, batch = Mixed(), torch.randn(8, 16)
     expected = _step(plain, batch)
@@ -192,7 +192,7 @@ def test_inductor_draws_the_plain_numbers() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_afterwards_dropout_is_what_it_was() -> None:
+def test_plain_kernels_restores_dropout() -> None:
     operators = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
     before = [dict(operator.py_kernels) for operator in operators]
     with plain_kernels():

@@ -8,7 +8,7 @@ from tests.memory.programs import run
 from tests.memory.test_planner import Net
 
 
-def test_a_module_within_a_budget_computes_the_same_bits() -> None:
+def test_module_within_budget_is_bit_identical() -> None:
     torch.manual_seed(0)
     net, x = Net(2), torch.randn(4, 64, 64)
     plain = run(net.forward, list(net.parameters()), x)
@@ -23,7 +23,7 @@ def test_a_module_within_a_budget_computes_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_plans_for_itself() -> None:
+def test_copy_has_its_own_plan() -> None:
     planned = copy.deepcopy(transforms.remat(Net(1), 1.0))
     planned(torch.randn(2, 8, 64)).backward()
     assert len(planned.remat_reports()) == 1
@@ -42,7 +42,7 @@ def test_transforms_nest() -> None:
 
 
 @pytest.mark.slow
-def test_an_impossible_budget_is_refused() -> None:
+def test_impossible_budget_is_an_error() -> None:
     with pytest.raises(ValueError, match="smallest achievable peak"):
         transforms.remat(Net(1), 1000)(torch.randn(2, 8, 64)).backward()
     with pytest.raises(ValueError, match="budget="):
@@ -50,7 +50,7 @@ def test_an_impossible_budget_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_another_batch_is_planned_as_a_step_of_its_own() -> None:
+def test_other_batch_size_has_separate_plan() -> None:
     planned = transforms.remat(Net(1), 1.0)
     for size in (8, 2):
         planned(torch.randn(size, 64, 64)).backward()

@@ -18,7 +18,7 @@ from lightning_unitscale.profiler import fake_process_group, profile_graph
 KIB, MIB = 2**10, 2**20
 
 
-def test_a_snapshot_that_was_taken_on_a_gpu() -> None:
+def test_allocator_matches_snapshot_from_gpu() -> None:
     """A matrix, two vectors, their matmul and cuBLAS's workspace, as torch's forum has them."""
     allocator = CachingAllocator()
     blocks = [allocator.allocate(size) for size in (40000, 40, 4000, 40)]
@@ -44,14 +44,14 @@ def test_a_snapshot_that_was_taken_on_a_gpu() -> None:
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
     ],
 )
-def test_sizes(size: int, block: int, segment: int) -> None:
+def test_block_and_segment_sizes(size: int, block: int, segment: int) -> None:
     allocator = CachingAllocator()
     assert allocator.allocate(size).size == block
     assert allocator.reserved_bytes == segment
     assert allocator.allocated_bytes == block
 
 
-def test_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = CachingAllocator(expandable=True)
     first = allocator.allocate(3 * MIB // 2)
     assert (first.size, allocator.reserved_bytes) == (3 * MIB // 2, 20 * MIB)
@@ -71,7 +71,7 @@ def test_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_a_free_block_serves_its_own_stream(expandable: bool) -> None:
+def test_free_blocks_are_reused_only_on_their_stream(expandable: bool) -> None:
     allocator = CachingAllocator(expandable=expandable)
     block = allocator.allocate(20 * MIB, 1)
     allocator.free(block)
@@ -81,7 +81,7 @@ def test_a_free_block_serves_its_own_stream(expandable: bool) -> None:
     assert allocator.reserved_bytes == 40 * MIB
 
 
-def test_fsdp_gathers_and_reduces_in_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_uses_separate_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     width, ranks = 2048, 2
     layer = 4 * width**2
 
@@ -154,7 +154,7 @@ _SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 2 * MIB), st.integers
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), _SIZES), max_size=60))
-def test_against_a_plainer_model(steps: list[tuple[int, int]]) -> None:
+def test_allocator_matches_simpler_model(steps: list[tuple[int, int]]) -> None:
     allocator, plain = CachingAllocator(), Plain()
     blocks = {}
     for index, (name, size) in enumerate(steps, start=1):
@@ -173,7 +173,7 @@ def _profile(device: str) -> GraphProfile:
     return profile_graph(layers, torch.ones(64, 256), device=device, optimizer=torch.optim.AdamW)
 
 
-def test_a_profile_has_it() -> None:
+def test_profile_includes_reserved_bytes() -> None:
     profile = _profile("cuda")
     assert profile.allocator is not None
     # Parameters, gradients and moments of 1 MiB each, and what is left over of their segments.
@@ -188,7 +188,7 @@ def test_a_profile_has_it() -> None:
     assert "caching allocator" not in on_cpu.summary()
 
 
-def test_the_peak_counts_whole_blocks() -> None:
+def test_peak_counts_whole_blocks() -> None:
     given = torch.empty(11 * MIB // 4, device="meta")
     assert profile_graph(nn.ReLU(), given, device="cuda:h100").peak_bytes == 2 * 12 * MIB
     assert profile_graph(nn.ReLU(), given, device="cpu").peak_bytes == 2 * 11 * MIB

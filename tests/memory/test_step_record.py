@@ -28,7 +28,7 @@ def _record(
     return StepRecord(device, [], lives, calls, [*there, *(Event(*event) for event in events)])
 
 
-def test_what_was_there_counts_from_the_beginning() -> None:
+def test_existing_storages_count_from_start() -> None:
     timeline, peak = memory_timeline(_record([100, 10, 5], [(1, 10, 0), (1, -10, 0), (2, 5, 1)], 2))
     assert timeline.before_bytes == 100
     assert timeline.live_bytes == (110, 105)
@@ -36,7 +36,7 @@ def test_what_was_there_counts_from_the_beginning() -> None:
     assert timeline.after_bytes == 105
 
 
-def test_a_workspace_comes_on_top_of_the_results() -> None:
+def test_workspace_adds_to_results_at_peak() -> None:
     record = _record([100, 10], [(1, 10, 0)], 1)
     call = OperatorCall("op", "forward", OUTSIDE, OperatorCosts(workspace_bytes=7))
     timeline, peak = memory_timeline(StepRecord("cpu", [], record.storages, [call], record.events))
@@ -45,21 +45,21 @@ def test_a_workspace_comes_on_top_of_the_results() -> None:
     assert timeline.after_bytes == 110
 
 
-def test_cuda_hands_out_blocks() -> None:
+def test_cuda_rounds_up_to_blocks() -> None:
     assert [allocated_bytes(size, "cuda") for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     assert allocated_bytes(513, "cpu") == 513
     timeline, peak = memory_timeline(_record([100, 600], [(1, 600, 0)], 1, "cuda"))
     assert (timeline.before_bytes, peak.num_bytes) == (512, 512 + 1024)
 
 
-def test_a_storage_that_is_resized() -> None:
+def test_resized_storage_changes_live_bytes() -> None:
     timeline, _ = memory_timeline(_record([30], [(0, 10, 0), (0, 20, 1), (0, -30, 2)], 3))
     assert timeline.live_bytes == (10, 30, 30)
     assert timeline.after_bytes == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 6), st.integers(0, 6)), max_size=12))
-def test_live_bytes_are_the_sum_of_what_lives(lives: list[tuple[int, int, int]]) -> None:
+def test_live_bytes_are_sum_of_live_storages(lives: list[tuple[int, int, int]]) -> None:
     """Against the sum, at every operator, of the storages that are alive."""
     spans = [(size, min(a, b), max(a, b)) for size, a, b in lives]
     events = []

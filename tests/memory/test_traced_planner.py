@@ -35,7 +35,7 @@ def _example(name: str) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", ["mlp", "residual", "tied", "batch_norm"])
-def test_plans_are_those_of_the_captured_step(name: str) -> None:
+def test_traced_plans_match_captured_step(name: str) -> None:
     module, x = _example(name)
     captured = _planner(module, (x,), {}, None, 0)
     traced = Planner(traced_problem(module, x))
@@ -45,7 +45,7 @@ def test_plans_are_those_of_the_captured_step(name: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["mlp", "batch_norm", "tied"])
-def test_the_default_plan_peaks_as_the_profile_does(name: str, device: str) -> None:
+def test_default_plan_peak_matches_profile(name: str, device: str) -> None:
     module, x = _example(name)
     traced = Planner(traced_problem(module, x, device=device))
     profile = profile_graph(module, x, device=device)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_the_default_plan_peaks_as_the_profile_does(name: str, device: str) -> N
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["mlp", "multi_head", "batch_norm"])
-def test_a_batch_size_between_two_traced_ones(name: str) -> None:
+def test_interpolated_batch_size_matches_traced_one(name: str) -> None:
     module, x = _example(name)
 
     def at(size: int) -> Any:
@@ -70,7 +70,7 @@ def test_a_batch_size_between_two_traced_ones(name: str) -> None:
     assert between.plan(0.5).peak_bytes == pytest.approx(exact.plan(0.5).peak_bytes, rel=0.01)
 
 
-def test_the_module_is_left_as_it_is() -> None:
+def test_tracing_does_not_change_module() -> None:
     module, x = _example("batch_norm")
     before = {name: value.clone() for name, value in module.state_dict().items()}
     traced_problem(module, x)
@@ -78,6 +78,6 @@ def test_the_module_is_left_as_it_is() -> None:
     assert all(param.grad is None for param in module.parameters())
 
 
-def test_a_step_without_a_loss_is_refused() -> None:
+def test_step_without_loss_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="returns no loss"):
         traced_problem(nn.Linear(2, 2), torch.ones(3, 2))

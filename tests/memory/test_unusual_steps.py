@@ -90,7 +90,7 @@ class _While(_Layers):
 
 
 @pytest.mark.parametrize("network", [_Vmap, _Grad, _OwnFunction, _Checkpointed, _Hooked])
-def test_peak_of_steps_that_autograd_runs_in_another_way(network: type[nn.Module]) -> None:
+def test_peak_of_transforms_and_unusual_autograd_leaves(network: type[nn.Module]) -> None:
     module, given = network(), torch.randn(64, 32, requires_grad=True)
     profile = profile_graph(module, given, loss=sum_of)
     given.grad = torch.zeros_like(given)

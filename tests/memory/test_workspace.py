@@ -31,7 +31,7 @@ needs_avx512 = pytest.mark.skipif(
         ((256, 512), 1, 2, 6, 16, 1),
     ],
 )
-def test_convolutions(
+def test_convolution_workspace_matches_allocator(
     channels: tuple[int, int], kernel: int, stride: int, size: int, batch: int, groups: int
 ) -> None:
     x = torch.randn(batch, channels[0], size, size)
@@ -65,14 +65,14 @@ def test_one_filter_per_channel_on_channels_last_images(taps: int, size: int) ->
     assert measured == pytest.approx(expected, abs=1024)
 
 
-def test_drawing_a_mask_takes_nothing_beside_it() -> None:
+def test_bernoulli_needs_no_workspace() -> None:
     arguments = (torch.empty(1000), 0.5)
     result = aten.bernoulli.p(*arguments)
     assert allocated_beside_results(lambda: aten.bernoulli.p(*arguments)) == 0
     assert predicted_workspace(aten.bernoulli.p, arguments, result) == 0
 
 
-def test_dropout() -> None:
+def test_dropout_workspace_matches_allocator() -> None:
     x = torch.randn(100, 100)
     forward = (x, 0.1, True)
     y, mask = aten.native_dropout(*forward)
@@ -85,7 +85,7 @@ def test_dropout() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_matmuls_take_tiles_only_where_onednn_runs_them(dtype: torch.dtype) -> None:
+def test_16_bit_matmul_workspace_only_under_onednn(dtype: torch.dtype) -> None:
     arguments = (torch.ones(64, 48, dtype=dtype), torch.ones(48, 80, dtype=dtype))
     result = aten.mm(*arguments)
     measured = allocated_beside_results(lambda: aten.mm(*arguments))
@@ -95,7 +95,7 @@ def test_16_bit_matmuls_take_tiles_only_where_onednn_runs_them(dtype: torch.dtyp
 @pytest.mark.parametrize(
     "name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss", "huber_loss"]
 )
-def test_losses_that_keep_the_storage_of_all_elements(name: str) -> None:
+def test_losses_allocate_all_elements_before_reduction(name: str) -> None:
     given, target = torch.rand(50, 20), torch.rand(50, 20)
     operator = getattr(aten, name).default
     result = operator(given, target)
