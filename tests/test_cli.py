@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_unitscale import __version__
@@ -713,7 +715,10 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
      ("fit-in --max_shards x", "fit-in: max_shards: Expected int. Got value: x"),
      ("profile --model nothere.Mod", "model: Problem with given class_path 'nothere.Mod': No mod"),
      ("fit --trainer.callbacks UnitScaleCallback --trainer.callbacks.method nope",
-      r"^lightning-unitscale: method: Expected one of \['lossless', "),
+      r"fit: trainer.callbacks: .*Callback': method: Expected one of \['lossless', .*Got nope"),
+     ("fit --trainer.callbacks+ ScaleMonitor --trainer.callbacks.every_n_steps x",
+      "ScaleMonitor': every_n_steps: Expected int. Got value: x. See lightning-unitscale fit"),
+     ("fit --model {model} --ckpt_path LICENSE", "ckpt_path='LICENSE': not a checkpoint"),
      ("precision --model {model} --ckpt_path nothere", "ckpt_path='nothere': the model cannot be"),
      ("validate --model {model} --ckpt_path nothere", "ckpt_path='nothere': not a checkpoint"),
      ("validate --model {model} --ckpt_path LICENSE", "ckpt_path='LICENSE': not a checkpoint"),
@@ -736,3 +741,53 @@ def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> No
     listed = ", ".join(COMMANDS)
     with pytest.raises(SystemExit, match=rf"bogus: no such command. Expected one of {listed}\."):
         main(["bogus"])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"# model: Mod", "fit: config: the file has no options. Expected keys such as `model`"),
+     ("model: Mod".encode("utf-16"), "config: not UTF-8 text .* Save the file as UTF-8. See"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_one_line(
+    content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(SystemExit):
+        main(["fit", f"--config={tmp_path / 'run.yaml'}"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(expected, error), error
+
+
+def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:-30])
+    model = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
+    with pytest.raises(SystemExit, match=r"not a checkpoint\. Expected a complete"):
+        main(["fit", model, f"--ckpt_path={tmp_path / 'last.ckpt'}"])
+
+
+@dataclass
+class Small:
+    width: int = 1
+
+
+@dataclass
+class Large:
+    depth: int = 1
+
+
+class Sized(BoringModel):
+    def __init__(self, size: Small | Large) -> None:
+        super().__init__()
+        print(f"size: {size}")
+
+
+def test_an_argument_may_have_one_of_several_types(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = {"accelerator": "cpu", "fast_dev_run": 1, "enable_model_summary": False}
+    model = {"class_path": f"{__name__}.Sized", "init_args": {"size": {"depth": 3}}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
+    main(["fit", f"--config={tmp_path / 'run.yaml'}"])
+    assert "size: Large(depth=3)" in capsys.readouterr().out

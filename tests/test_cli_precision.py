@@ -61,20 +61,21 @@ class FeedForward(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.randn(8, 16), 8)
 
 
-def run_on(method, tmp_path):
+def run_on(method, tmp_path, *, is_list=True):
     scaling = {"class_path": "lightning_unitscale.UnitScaleCallback"}
     scaling["init_args"] = {"method": method, "precision": "fp8"}
     config = {
         "model": {"class_path": f"{__name__}.FeedForward"},
-        "trainer": {"accelerator": "cpu", "callbacks": [scaling]},
+        "trainer": {"accelerator": "cpu", "callbacks": [scaling] if is_list else scaling},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     path = f"--config={tmp_path / 'run.yaml'}"
     main(["precision", path, "--directions=1", "--pairs=1", "--json"])
 
 
-def test_a_model_without_a_readout_has_no_default_exclusions(tmp_path, capsys):
-    run_on("lossless", tmp_path)
+@pytest.mark.parametrize("is_list", [True, False])
+def test_a_model_without_a_readout_has_no_default_exclusions(is_list, tmp_path, capsys):
+    run_on("lossless", tmp_path, is_list=is_list)
     rows = json.loads(capsys.readouterr().out)["matmuls"]
     reasons = {(row["module"], row["computation"]): row["reason"] for row in rows}
     assert reasons["fc1", "forward"] is None and reasons["fc2", "forward"] is None

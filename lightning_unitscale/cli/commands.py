@@ -5,6 +5,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,6 +25,11 @@ EXIT_ERROR = 2
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Lines of jsonargparse's messages that repeat the type or the value.
 _REPEATED = re.compile(r"(Does not validate|Subtypes: |Errors:|Given value|Expected a (path|dot) )")
+# Complaints about other types that an argument may have, after that about the given class.
+_OF_OTHER_TYPES = re.compile(
+    r"(?<=\bclass_path )('.*?) (?:Import path \S+ does not correspond to|"
+    r"Problem with given class_path 'lightning\.Callback').*"
+)
 _GIVEN = re.compile(r"^ *Given value: (?!NestedArg)(.*)", re.MULTILINE)
 # The form of argument errors: "argument=value: what is wrong. Expected ...".
 _ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*[Ee]xpected .*)", re.MULTILINE)
@@ -57,29 +63,18 @@ class UnitScaleCLI(LightningCLI):
         )
 
     @override
-    def before_instantiate_classes(self) -> None:
-        config = self.config.get(self.config.get("subcommand"), self.config)
-        path = config.get("ckpt_path") or "last"
-        if "://" in path or path.partition(":")[0] in _CHECKPOINT_WORDS or Path(path).is_dir():
-            return
-        try:
-            with open(path, "rb") as file:
-                is_checkpoint = file.read(1) in (b"P", b"\x80")  # a zip file, or an old pickle
-        except OSError:
-            is_checkpoint = False
-        if not is_checkpoint:
-            raise ValueError(
-                f"ckpt_path={path!r}: not a checkpoint. Expected a file that Lightning wrote. "
-                "Correct the path."
-            )
-
-    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        # Lightning warns if `args` are given to a process with command-line arguments.
-        if args is None or isinstance(args, list):
-            self.config = parser.parse_args(args)
-        else:
-            self.config = parser.parse_object(args)
+        try:
+            # Lightning warns if `args` are given to a process with command-line arguments.
+            if args is None or isinstance(args, list):
+                self.config = parser.parse_args(args)
+            else:
+                self.config = parser.parse_object(args)
+        except UnicodeDecodeError as error:  # some shells redirect to files in UTF-16
+            parser.error(f"config: not UTF-8 text ({error}). Save the file as UTF-8")
+        if "subcommand" in self.config:
+            # Lightning reads hyperparameters from the file next.
+            _check_checkpoint(self.config[self.config.subcommand].get("ckpt_path"))
 
     @override
     def instantiate_classes(self) -> None:
@@ -183,15 +178,17 @@ class OneLineParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # jsonargparse's own, for one type of several that it tries
+            super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        if not program.startswith("lightning-unitscale"):  # jsonargparse's own, for one class
-            program = "lightning-unitscale"
         raise CommandError(f"{program}: {in_one_line(message)}. See {program} --help.")
 
 
 def in_one_line(message: str) -> str:
     """Return a message of jsonargparse without its repetitions."""
+    if message.startswith("Unexpected config:"):
+        return "config: the file has no options. Expected keys such as `model` and `trainer`"
     lines = [line.strip(" -") for line in message.splitlines()]
     kept = dict.fromkeys(
         re.sub(r'^Parser key "(.*?)":', r"\1:", line)
@@ -201,10 +198,28 @@ def in_one_line(message: str) -> str:
         if not _REPEATED.match(line)
     )
     text = re.sub(r"a <class '(?:.*\.)?(\w+)'>", r"\1", " ".join(filter(None, kept)))
+    text = _OF_OTHER_TYPES.sub(r"\1", text)
     begin, *choices = text.split("Expected ")
     text = f"{begin}Expected {' or '.join(map(str.strip, choices))}" if choices else text
     given = None if "Got value" in text else _GIVEN.search(message)
     return text if given is None else f"{text}. Got {given[1]}"
+
+
+def _check_checkpoint(path: str | None) -> None:
+    """Refuse a path that is neither a complete checkpoint file nor a folder."""
+    path = path or "last"
+    if "://" in path or path.partition(":")[0] in _CHECKPOINT_WORDS or Path(path).is_dir():
+        return
+    try:
+        with open(path, "rb") as file:
+            is_checkpoint = file.read(1) == b"\x80" or is_zipfile(file)  # an old one is a pickle
+    except OSError:
+        is_checkpoint = False
+    if not is_checkpoint:
+        raise ValueError(
+            f"ckpt_path={path!r}: not a checkpoint. Expected a complete file that Lightning wrote. "
+            "Correct the path."
+        )
 
 
 def argument_error(error: Exception) -> str | None:

@@ -68,7 +68,9 @@ class PrecisionCLI(ProfileCLI):
         check_count("limit", self.config.limit)
         self._job, self._device = ProfiledJob(), "cpu"
         trainer.strategy, trainer.devices, trainer.num_nodes = "auto", 1, 1
-        callbacks = trainer.callbacks or ()
+        callbacks = trainer.callbacks or []
+        if not isinstance(callbacks, list):  # a single one, without a list
+            callbacks = [callbacks]
         self._keep_no_run()
         trainer.callbacks = [
             each for each in callbacks if str(each.class_path).endswith("UnitScaleCallback")
