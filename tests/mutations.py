@@ -102,7 +102,7 @@ MUTATIONS = (
         "rules/unit_weights.py",
         "    if gradient.dtype is torch.float16:\n",
         "    if False:\n",
-        "rules/test_unit_weights.py -k need_be_no_number",
+        "rules/test_unit_weights.py -k exceed_range",
     ),
     Mutation(
         "matmuls of a checkpoint in an eager graph lose their names",
@@ -448,7 +448,7 @@ MUTATIONS = (
         "capture/module_steps.py",
         '            if getattr(hook, "__torch_unserializable__", False):\n',
         "            if False:\n",
-        "rules/test_unit_weights.py -k own_factors",
+        "rules/test_unit_weights.py -k transformed_copy",
     ),
     Mutation(
         "captured steps share what Dynamo keeps with other modules of their class",
@@ -1443,7 +1443,7 @@ MUTATIONS = (
         "pipeline/whole_batch.py",
         "return next((fact.reason for fact in facts if isinstance(fact, Coupled)), None)",
         "return None",
-        "pipeline/test_batchwise.py::test_what_couples_the_samples_is_named",
+        "pipeline/test_batchwise.py::test_loss_that_couples_samples_is_reported",
     ),
     Mutation(
         "parameters of unused outputs have gradients of zeros",
@@ -1485,7 +1485,7 @@ MUTATIONS = (
         "pipeline/rank_parameters.py",
         "            cls.is_read = True\n",
         "            pass\n",
-        "pipeline/test_validation_hooks.py -k counts_as_read",
+        "pipeline/test_validation_hooks.py -k reads_are_detected",
     ),
     Mutation(
         "weights that a step averages and something else reads get another scale each",
@@ -1499,7 +1499,7 @@ MUTATIONS = (
         "rules/patterns.py",
         "if (node.users or is_end) and all(reader in kept for reader in node.users):",
         "if node.users or is_end:",
-        "rules/test_averages.py -k leaves_the_step",
+        "rules/test_averages.py -k returned_multiple",
     ),
     Mutation(
         "a graph gets tensors of a user's class",

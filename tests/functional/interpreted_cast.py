@@ -77,12 +77,12 @@ FACTORS = st.sampled_from([1.0, 0.5, 2.0**-9, 2.0**30, 2.0**120]) | st.floats(0.
     dtype=st.sampled_from([*GRADIENTS.values()]),
     wants=st.sampled_from([(True, True), (True, False), (False, True)]),
 )
-def test_any_matrix(matrix, factor, is_tensor, dtype, wants):
+def test_cast_of_any_matrix(matrix, factor, is_tensor, dtype, wants):
     assert_cast(matrix, torch.tensor(factor) if is_tensor else factor, dtype, wants)
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS.values(), ids=str)
-def test_every_code_every_midpoint_and_their_neighbors(dtype):
+def test_cast_of_codes_midpoints_and_neighbors(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     codes = codes[codes.isfinite()].sort().values
     middles = (codes[1:] + codes[:-1]) / 2
@@ -96,7 +96,7 @@ def test_every_code_every_midpoint_and_their_neighbors(dtype):
 
 @pytest.mark.parametrize("dtype", GRADIENTS.values(), ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_of_16_bits(source, dtype):
+def test_cast_of_every_16_bit_number(source, dtype):
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source).view(256, 256)
     for factor in (1.0, 0.7310585786300049):
         assert_cast(codes, factor, dtype)
@@ -108,7 +108,7 @@ def test_every_number_of_16_bits(source, dtype):
     is_turned=st.booleans(),
     dtype=st.sampled_from([*GRADIENTS.values()]),
 )
-def test_turned_matrices(shape, is_turned, dtype):
+def test_transpose_of_fp8_matrices(shape, is_turned, dtype):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8)
     matrix = (codes.t() if is_turned else codes).view(dtype)
     turned = torch.full(matrix.shape[::-1], 0x55, dtype=torch.uint8)

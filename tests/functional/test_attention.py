@@ -27,7 +27,7 @@ def unit(*shape: int) -> Tensor:
     ("num_keys", "width"),
     [(8, 64), (128, 16), pytest.param(256, 128, marks=pytest.mark.slow)],
 )
-def test_everything_is_at_unit_scale_without_a_constraint(
+def test_output_and_gradients_are_at_unit_scale(
     is_causal: bool, mult: float, num_keys: int, width: int
 ) -> None:
     query, key, value = (unit(16, 2, num_keys, width) for _ in range(3))
@@ -41,7 +41,7 @@ def test_everything_is_at_unit_scale_without_a_constraint(
 
 
 @pytest.mark.parametrize("scale", ["1/d", "1/sqrt d"])
-def test_is_closer_than_the_published_fit(scale: str) -> None:
+def test_factor_is_more_accurate_than_published_fit(scale: str) -> None:
     def fit(mult: float, num_keys: int, width: int) -> float:
         alpha = 1 / (1 + 4 * width / mult**2)
         return float(num_keys ** ((1 - alpha) / 2))
@@ -89,7 +89,7 @@ def test_default_constraint_is_the_true_gradient() -> None:
         {"attn_mask": torch.zeros(10, 10)},
     ],
 )
-def test_arguments_that_crash_the_reference(options: dict[str, Any]) -> None:
+def test_arguments_that_reference_cannot_handle(options: dict[str, Any]) -> None:
     heads = 2 if "enable_gqa" in options else 4
     query, key, value = unit(2, 4, 10, 16), unit(2, heads, 10, 16), unit(2, heads, 10, 16)
     output = U.scaled_dot_product_attention(query, key, value, **options)
@@ -99,7 +99,7 @@ def test_arguments_that_crash_the_reference(options: dict[str, Any]) -> None:
     torch.testing.assert_close(output, plain * (output / plain).mean())
 
 
-def test_a_fixed_factor_decodes_as_it_was_trained() -> None:
+def test_fixed_factor_matches_in_decoding() -> None:
     query, key, value = (torch.randn(1, 2, 12, 16) for _ in range(3))
     steps = [(query[:, :, i : i + 1], key[:, :, : i + 1], value[:, :, : i + 1]) for i in range(12)]
     attention = U.scaled_dot_product_attention
@@ -112,7 +112,7 @@ def test_a_fixed_factor_decodes_as_it_was_trained() -> None:
     assert not torch.allclose(decoded, whole, rtol=0.1)
 
 
-def test_a_fixed_factor_is_that_of_every_gradient() -> None:
+def test_fixed_factor_applies_to_every_gradient() -> None:
     query, key, value = (unit(1, 2, 12, 16) for _ in range(3))
     output = U.scaled_dot_product_attention(query, key, value, output_scale=2.5)
     plain = F.scaled_dot_product_attention(query, key, value, scale=1 / 16)

@@ -20,7 +20,9 @@ from lightning_unitscale.functional.rules import apply_constraint
         ("to_right_grad_scale", (2.0, 8.0, 4.0), (4.0, 4.0, 4.0)),
     ],
 )
-def test_values(constraint: str, factors: tuple[float, ...], expected: tuple[float, ...]) -> None:
+def test_constraint_values(
+    constraint: str, factors: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
     assert apply_constraint(constraint, *factors) == pytest.approx(expected)
 
 
@@ -44,6 +46,6 @@ def test_agree_with_the_reference() -> None:
         ("to_left_grad_scale", 2, "this operation has 1 constrained gradients. Expected 2"),
     ],
 )
-def test_errors(constraint: str, num_factors: int, message: str) -> None:
+def test_bad_constraint_is_an_error(constraint: str, num_factors: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_constraint(constraint, *[1.0] * num_factors)

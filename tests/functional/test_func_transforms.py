@@ -46,7 +46,7 @@ def _close(first: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_gradients_of_each_example(name: str) -> None:
+def test_per_example_gradients(name: str) -> None:
     operation = OPERATIONS[name]
     x, w, seed = torch.randn(B, T, D), torch.randn(D, D), torch.randn(T * D)
 
@@ -71,7 +71,7 @@ def test_gradients_of_each_example(name: str) -> None:
     ("inner", "backward"),
     [(scale_fwd, lambda f: f * 0 + 1), (scale_bwd, lambda f: f), (_both, lambda f: 2 * f)],
 )
-def test_factors_of_each_example(
+def test_per_example_factors(
     inner: Callable[..., Tensor], backward: Callable[[Tensor], Tensor]
 ) -> None:
     x, factors = torch.randn(B, T), torch.tensor([0.5, 3.0, -2.0])
@@ -82,7 +82,7 @@ def test_factors_of_each_example(
     _close(derivative, backward(factors)[:, None, None] * torch.eye(T))
 
 
-def test_a_transform_within_a_transform_and_twice_the_derivative() -> None:
+def test_nested_vmap_with_second_derivatives() -> None:
     x, w = torch.randn(B, T, D), torch.randn(2, D, D)
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Model(nn.Module):
         return U.linear_readout(U.dropout(h, 0.0), self.second.weight, self.second.bias)
 
 
-def test_an_ensemble() -> None:
+def test_vmap_over_model_ensemble() -> None:
     models = [Model() for _ in range(3)]
     parameters, buffers = stack_module_state(models)
     x = torch.randn(5, D)
@@ -122,7 +122,7 @@ def test_an_ensemble() -> None:
 
 
 @pytest.mark.slow
-def test_a_transform_within_a_compiled_function() -> None:
+def test_transform_inside_compiled_function() -> None:
     x, w = torch.randn(B, T, D), torch.randn(D, D)
 
     def each(x: Tensor, w: Tensor) -> Tensor:

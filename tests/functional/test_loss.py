@@ -45,7 +45,7 @@ def test_cross_entropy_of_any_rank(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("num_ignored", [1, 30, 49])
-def test_ignored_tokens_count_for_nothing(reduction: str, num_ignored: int) -> None:
+def test_ignored_tokens_get_no_gradient(reduction: str, num_ignored: int) -> None:
     logits, target = 0.1 * torch.randn(50, 40), torch.randint(1, 40, (50,))
     target[:num_ignored] = 0
     options: dict[str, Any] = {"reduction": reduction, "ignore_index": 0}
@@ -56,7 +56,7 @@ def test_ignored_tokens_count_for_nothing(reduction: str, num_ignored: int) -> N
     assert rms(gradient[num_ignored:]) == pytest.approx(1, abs=0.03)
 
 
-def test_only_ignored_tokens() -> None:
+def test_only_ignored_tokens_give_zero_loss() -> None:
     logits, target = torch.randn(5, 4), torch.full((5,), -100)
     value, gradient = loss_and_gradient(U.cross_entropy, logits, target, reduction="sum")
     assert value == 0
@@ -64,7 +64,7 @@ def test_only_ignored_tokens() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_weights_of_classes(reduction: str) -> None:
+def test_class_weights(reduction: str) -> None:
     logits, target = 0.1 * torch.randn(500, 40), torch.randint(40, (500,))
     target[:100] = -100
     options = {"weight": torch.rand(40) * 1e-3, "reduction": reduction}
@@ -76,14 +76,14 @@ def test_weights_of_classes(reduction: str) -> None:
     torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio))
 
 
-def test_targets_that_are_probabilities() -> None:
+def test_probability_targets() -> None:
     logits, target = 0.1 * torch.randn(50, 40), F.one_hot(torch.randint(40, (50,)), 40).float()
     value, gradient = loss_and_gradient(U.cross_entropy, logits, target)
     assert value.equal(F.cross_entropy(logits, target))
     assert rms(gradient) == pytest.approx(1, abs=0.03)
 
 
-def test_mult_of_the_logits() -> None:
+def test_mult_scales_logits() -> None:
     logits, target = 0.1 * torch.randn(50, 40), torch.randint(40, (50,))
     value, gradient = loss_and_gradient(U.cross_entropy, logits, target, mult=3.0)
     torch.testing.assert_close(value, F.cross_entropy(3 * logits, target))
@@ -91,7 +91,7 @@ def test_mult_of_the_logits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_many_tokens_survive_sixteen_bits(dtype: torch.dtype) -> None:
+def test_gradients_of_many_tokens_in_16_bits(dtype: torch.dtype) -> None:
     # A mean over 20,000 tokens: the plain gradient of a class that is not the target is 1e-6.
     logits, target = (0.1 * torch.randn(20_000, 50)).to(dtype), torch.randint(50, (20_000,))
     value, gradient = loss_and_gradient(U.cross_entropy, logits, target)
@@ -102,14 +102,14 @@ def test_gradients_of_many_tokens_survive_sixteen_bits(dtype: torch.dtype) -> No
     assert wide.dtype == dtype
 
 
-def test_autocast_keeps_the_type_of_the_plain_loss() -> None:
+def test_autocast_dtype_matches_plain_loss() -> None:
     logits, target = torch.randn(5, 4).bfloat16(), torch.randint(4, (5,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert U.cross_entropy(logits, target).dtype == F.cross_entropy(logits, target).dtype
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_mse(reduction: str) -> None:
+def test_mse_loss_keeps_value_with_unit_gradients(reduction: str) -> None:
     x, y = torch.randn(2, 300, 40).unbind()
     leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
     value = U.mse_loss(*leaves, reduction=reduction)
@@ -118,7 +118,7 @@ def test_mse(reduction: str) -> None:
         assert rms(gradient) == pytest.approx(1, abs=0.03)
 
 
-def test_a_binary_loss_with_weights_of_elements() -> None:
+def test_binary_cross_entropy_with_element_weights() -> None:
     logits, target = torch.randn(300, 40), torch.randint(2, (300, 40)).float()
     value, gradient = loss_and_gradient(
         U.binary_cross_entropy_with_logits, logits, target, reduction="mean"
@@ -137,5 +137,5 @@ def test_a_binary_loss_with_weights_of_elements() -> None:
         ({"size_average": True, "reduction": "sum"}, "mean"),
     ],
 )
-def test_reduction(arguments: dict[str, Any], expected: str) -> None:
+def test_reduction_of_legacy_arguments(arguments: dict[str, Any], expected: str) -> None:
     assert reduction_of(arguments) == expected

@@ -48,7 +48,7 @@ def _assert_near(found: Tensor, expected: Tensor, num_terms: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(32, 48), (3, 7, 48), (48,), (1, 48), (5, 43)], ids=str)
 @pytest.mark.parametrize("size_out", [32, 37])
-def test_products_of_rounded_operands(
+def test_fp8_linear_matches_rounded_matmuls(
     dtype: torch.dtype, shape: tuple[int, ...], size_out: int, gradient: GradientFormat
 ) -> None:
     x, w = _random(*shape, dtype=dtype), _random(size_out, shape[-1], dtype=dtype, seed=1)
@@ -66,7 +66,7 @@ def test_products_of_rounded_operands(
     _assert_near(w.grad, rows.T @ x8.reshape(-1, shape[-1]) / 8.0, len(rows))
 
 
-def test_the_bias_is_not_rounded_and_neither_is_its_gradient() -> None:
+def test_bias_and_its_gradient_are_not_rounded() -> None:
     x, w, b = _random(5, 16), _random(16, 16, seed=1), _random(16, seed=2)
     y = fp8_linear(x, w, b, torch.float32, *ONES)
     g = _random(5, 16, seed=3).detach()
@@ -78,7 +78,7 @@ def test_the_bias_is_not_rounded_and_neither_is_its_gradient() -> None:
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dynamic_scales_reach_the_end_of_each_format(
+def test_dynamic_scales_use_full_range_of_format(
     dtype: torch.dtype, gradient: GradientFormat
 ) -> None:
     """Operands far outside FP8's range give the result that they give near 1."""
@@ -99,7 +99,7 @@ def test_dynamic_scales_reach_the_end_of_each_format(
     _assert_near(w.grad, g8.T @ x8 / (of_g * of_x), 64)
 
 
-def test_dynamic_scales_of_nothing() -> None:
+def test_dynamic_scales_of_zero_and_empty_tensors() -> None:
     x = torch.zeros(8, 16, requires_grad=True)
     w = _random(16, 16)
     made = fp8_linear(x, w, None, torch.float32)
@@ -110,7 +110,7 @@ def test_dynamic_scales_of_nothing() -> None:
     assert empty.shape == (0, 16)
 
 
-def test_no_rows() -> None:
+def test_input_without_rows() -> None:
     x, w = torch.ones(0, 16, requires_grad=True), _random(32, 16)
     made = fp8_linear(x, w, None, torch.bfloat16, *ONES)
     made.sum().backward()
@@ -120,7 +120,7 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight"])
-def test_nothing_is_kept_for_a_gradient_that_nobody_wants(frozen: str) -> None:
+def test_frozen_operand_needs_fewer_saved_tensors(frozen: str) -> None:
     x = _random(8, 16).requires_grad_(frozen != "input")
     w = _random(16, 16, seed=1).requires_grad_(frozen != "weight")
     saved = _saved_bytes(lambda: fp8_linear(x, w, None, torch.float32, *ONES))
@@ -130,7 +130,7 @@ def test_nothing_is_kept_for_a_gradient_that_nobody_wants(frozen: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [OPERAND, GRADIENT])
-def test_casts_are_those_of_the_simulation(dtype: torch.dtype) -> None:
+def test_casts_match_simulation(dtype: torch.dtype) -> None:
     """Every code, every midpoint, both ends, and values beyond."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     codes = codes[codes.isfinite()].sort().values
@@ -143,7 +143,7 @@ def test_casts_are_those_of_the_simulation(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [OPERAND, GRADIENT])
-def test_what_has_gone_wrong_stays_wrong(dtype: torch.dtype) -> None:
+def test_infinities_and_nan_become_nan(dtype: torch.dtype) -> None:
     bad = torch.tensor([float("inf"), float("-inf"), float("nan")])
     assert to_fp8(bad, torch.ones(()), dtype).float().isnan().all()
     x = torch.ones(2, 16)
@@ -167,7 +167,7 @@ def _saved_bytes(function: Any) -> tuple[int, Tensor]:
     return sum(kept.values()), result
 
 
-def test_half_of_what_bf16_keeps() -> None:
+def test_fp8_saves_half_of_bf16_bytes() -> None:
     x, w = _random(64, 128, dtype=torch.bfloat16), _random(256, 128, dtype=torch.bfloat16, seed=1)
     plain, _ = _saved_bytes(lambda: F.linear(x, w))
     fp8, _ = _saved_bytes(lambda: fp8_linear(x, w, None, torch.bfloat16, *ONES))
@@ -185,7 +185,7 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-def test_no_gradient_stays_none() -> None:
+def test_missing_gradient_stays_none() -> None:
     x, weight, bias = _random(4, 16), _random(16, 16, seed=1), _random(16, seed=2)
     made = fp8_linear(x, weight, bias, torch.float32, *ONES)
     (_NoGradient.apply(made).sum() + 0 * _random(1, seed=3).sum()).backward()

@@ -62,7 +62,7 @@ def test_moments_of_normal_numbers() -> None:
         ),
     ],
 )
-def test_closed_forms(
+def test_moments_match_closed_forms(
     function: Callable[[Tensor], Tensor], mult: float, square: float, slope: float
 ) -> None:
     assert elementwise_moments(function, mult) == pytest.approx((square, slope), rel=1e-3)
@@ -91,7 +91,7 @@ def test_agrees_with_monte_carlo(mult: float) -> None:
         (F.silu, [1.009, 0.949, 0.836], [0.992, 0.966, 0.976]),
     ],
 )
-def test_how_far_off_the_published_fits_are(
+def test_error_of_published_fits(
     function: Callable[[Tensor], Tensor], fit_output: list[float], fit_gradient: list[float]
 ) -> None:
     """The table in the documentation of the activations: factor derived over factor fitted."""
@@ -110,14 +110,14 @@ def test_how_far_off_the_published_fits_are(
         assert gradient == pytest.approx(of_gradient, abs=1e-3)
 
 
-def test_largest_of_normals() -> None:
+def test_moment_of_largest_of_n_normals() -> None:
     assert largest_of_normals(1) == pytest.approx(1)
     assert largest_of_normals(2) == pytest.approx(1)
     x = torch.randn(40_000, 9).amax(1)
     assert largest_of_normals(9) == pytest.approx(x.square().mean().item(), rel=0.02)
 
 
-def test_the_same_in_whatever_surroundings() -> None:
+def test_factors_do_not_depend_on_torch_modes() -> None:
     """Nothing of the caller's thread reaches the quadrature, not even fake tensors."""
     expected = elementwise_factors(lambda x: torch.tanh(x))
     surroundings: list[AbstractContextManager[object]] = [
@@ -148,14 +148,14 @@ def test_functions_are_evaluated_once() -> None:
     assert calls == [1.5, 2.5]
 
 
-def test_options_that_cannot_be_hashed() -> None:
+def test_unhashable_options() -> None:
     def function(x: Tensor, powers: list[float]) -> Tensor:
         return sum((x**power for power in powers), torch.zeros(()))
 
     assert elementwise_factors(function, powers=[1.0]).output == pytest.approx(1)
 
 
-def test_a_derivative_that_is_zero_has_no_factor() -> None:
+def test_zero_derivative_has_no_factor() -> None:
     assert elementwise_factors(torch.sign).gradients == {}
     constant = elementwise_factors(lambda x: torch.ones_like(x))
     assert (constant.output, constant.gradients) == (pytest.approx(1), {})
@@ -169,12 +169,14 @@ def test_a_derivative_that_is_zero_has_no_factor() -> None:
         (lambda x: 3, "it made int of a tensor"),
     ],
 )
-def test_functions_without_factors(function: Callable[[Tensor], Tensor], message: str) -> None:
+def test_functions_without_factors_are_an_error(
+    function: Callable[[Tensor], Tensor], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         elementwise_factors(function)
 
 
-def test_an_error_in_the_function_is_the_callers() -> None:
+def test_error_in_function_is_propagated() -> None:
     def function(x: Tensor) -> Tensor:
         raise ZeroDivisionError("of the user's own")
 

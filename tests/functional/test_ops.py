@@ -50,7 +50,7 @@ def results(
 
 @pytest.mark.parametrize("case", _BY_RULE, ids=str)
 @pytest.mark.parametrize("constraint", ["to_output_scale", None])
-def test_is_the_plain_operation_times_constants(case: Case, constraint: str | None) -> None:
+def test_matches_plain_operation_times_factors(case: Case, constraint: str | None) -> None:
     rule = RULES[case.name]
     op = getattr(U, case.name)
     has_constraint = "constraint" in inspect.signature(op).parameters
@@ -117,7 +117,7 @@ def test_compiles_into_one_graph_with_the_eager_result(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", _FIRST_OF_EACH, ids=str)
-def test_sixteen_bits_stay_sixteen_bits(case: Case, dtype: torch.dtype) -> None:
+def test_16_bit_dtypes_are_kept(case: Case, dtype: torch.dtype) -> None:
     if case.name == "batch_norm":
         pytest.skip("its statistics are in FP32")
     try:
@@ -131,7 +131,7 @@ def test_sixteen_bits_stay_sixteen_bits(case: Case, dtype: torch.dtype) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_every_rule_has_an_operation_with_torchs_parameters() -> None:
+def test_every_rule_has_operation_with_torch_signature() -> None:
     for rule in registered_rules():
         if rule.name in _NO_OP or (not hasattr(F, rule.name) and not hasattr(torch, rule.name)):
             continue
@@ -174,7 +174,7 @@ def test_mult_multiplies_the_input(name: str, mult: float) -> None:
         assert tensor.square().mean().sqrt().item() == pytest.approx(1, abs=0.1)
 
 
-def test_silu_glu() -> None:
+def test_silu_glu_is_at_unit_scale() -> None:
     x, gate = torch.randn(2, 300, 300).unbind()
     for mult in (0.5, 1.0, 3.0):
         leaves = [x.clone().requires_grad_(), gate.clone().requires_grad_()]
@@ -185,7 +185,7 @@ def test_silu_glu() -> None:
             assert tensor.detach().square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
 
 
-def test_readout() -> None:
+def test_linear_readout_factors() -> None:
     x, w = torch.randn(32, 50, requires_grad=True), torch.randn(20, 50, requires_grad=True)
     output = U.linear_readout(x, w)
     torch.testing.assert_close(output, F.linear(x, w) / 50)
@@ -195,7 +195,7 @@ def test_readout() -> None:
     torch.testing.assert_close(gw, grad_output.T @ x * 32**-0.5)
 
 
-def test_scale_power() -> None:
+def test_scale_power_sets_factors() -> None:
     x, w = torch.randn(32, 50, requires_grad=True), torch.randn(20, 50, requires_grad=True)
     output = U.linear(x, w, constraint=None, scale_power=(1.0, 0.25, 0.0))
     torch.testing.assert_close(output, F.linear(x, w) / 50)
@@ -209,7 +209,7 @@ def test_scale_power() -> None:
     )
 
 
-def test_calls_that_crash_the_reference() -> None:
+def test_calls_that_reference_cannot_handle() -> None:
     x, w = torch.randn(4, 6, 8), torch.randn(3, 8)
     assert U.linear(x, w).shape == (4, 6, 3)  # without a bias
     convolved = U.conv1d(x, torch.randn(5, 6, 3), padding=(1,), stride=(1,), dilation=(1,))
@@ -224,7 +224,7 @@ def test_calls_that_crash_the_reference() -> None:
     assert U.matmul(x, torch.randn(8)).shape == (4, 6)
 
 
-def test_in_place_leaves_the_input_alone() -> None:
+def test_inplace_argument_does_not_change_input() -> None:
     x = torch.randn(5)
     before = x.clone()
     for op in (U.relu, U.silu, U.hardtanh, U.dropout):
@@ -240,12 +240,12 @@ def test_max_pool_with_indices() -> None:
     torch.testing.assert_close(output / plain, (output / plain).mean().expand_as(output))
 
 
-def test_dropout_outside_of_training_does_nothing() -> None:
+def test_dropout_in_evaluation_is_identity() -> None:
     x = torch.randn(5)
     assert U.dropout(x, training=False).equal(x)
 
 
-def test_integers_beside_the_first_argument_stay_as_they_are() -> None:
+def test_integer_operands_are_not_scaled() -> None:
     x = torch.randn(3, requires_grad=True)
     output = U.mul(x, torch.tensor([1, 0, 1]))
     torch.testing.assert_close(output, x * torch.tensor([1, 0, 1]))
@@ -265,9 +265,7 @@ def test_integers_beside_the_first_argument_stay_as_they_are() -> None:
         ("group_norm", [(3,), 1], {}),
     ],
 )
-def test_shapes_that_do_not_fit_are_torchs_own_error(
-    name: str, args: list[Any], kwargs: dict[str, Any]
-) -> None:
+def test_shape_errors_match_torch(name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
     tensors = [torch.zeros(arg) if isinstance(arg, tuple) else arg for arg in args]
     with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)) as expected:
         getattr(F, name, torch.matmul)(*tensors, **kwargs)
@@ -302,7 +300,7 @@ def test_shapes_that_do_not_fit_are_torchs_own_error(
         (lambda x: U.residual_add(x, x, tau=-1.0), ValueError, "tau=-1.0: not a weight"),
     ],
 )
-def test_errors_say_what_is_wrong(
+def test_bad_arguments_are_an_error(
     call: Callable[[Tensor], Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -66,7 +66,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("name", "function", "shapes"), SAME)
-def test_same_outputs_and_gradients(
+def test_outputs_and_gradients_match_reference(
     name: str, function: Callable[..., Any], shapes: list[tuple[int, ...]]
 ) -> None:
     ours = run(lambda *leaves: function(U, *leaves), *shapes)
@@ -78,7 +78,7 @@ def test_same_outputs_and_gradients(
 @pytest.mark.parametrize("constraint", ["to_output_scale", None, "gmean"])
 @pytest.mark.parametrize("mult", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["gelu", "silu", "softmax", "silu_glu"])
-def test_the_same_functions_but_for_the_factors(
+def test_functions_match_reference_up_to_factor(
     name: str, mult: float, constraint: str | None
 ) -> None:
     kwargs: dict[str, Any] = {"mult": mult}
@@ -97,7 +97,7 @@ def test_the_same_functions_but_for_the_factors(
 
 
 @pytest.mark.parametrize("mult", [0.5, 1.0])
-def test_attention_is_the_same_but_for_the_factor(mult: float) -> None:
+def test_attention_matches_reference_up_to_factor(mult: float) -> None:
     def attention(library: Any) -> list[Tensor]:
         def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
             return library.scaled_dot_product_attention(query, key, value, mult=mult)
@@ -110,7 +110,7 @@ def test_attention_is_the_same_but_for_the_factor(mult: float) -> None:
         assert factor == pytest.approx(1, abs=0.05)
 
 
-def test_broadcast_operands_count_all_their_terms() -> None:
+def test_broadcast_gradients_count_all_terms() -> None:
     # The right operand of (3, 5, 20) @ (20, 30) meets 15 rows, of which the reference counts 5.
     def call(library: Any) -> list[Tensor]:
         return run(lambda x, y: library.matmul(x, y, constraint=None), (3, 5, 20), (20, 30))
@@ -120,7 +120,7 @@ def test_broadcast_operands_count_all_their_terms() -> None:
     torch.testing.assert_close(right, their_right * 3**-0.5)
 
 
-def test_losses_have_their_gradient_and_the_plain_value() -> None:
+def test_losses_match_reference() -> None:
     target = torch.randint(30, (40,))
     ours, gradient = run(lambda x: U.cross_entropy(x, target), (40, 30))
     theirs, their_gradient = run(lambda x: R.cross_entropy(x, target), (40, 30))
@@ -132,7 +132,7 @@ def test_losses_have_their_gradient_and_the_plain_value() -> None:
     torch.testing.assert_close(gradients, their_gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_ignored_tokens_are_counted_there_and_not_here() -> None:
+def test_ignored_tokens_differ_from_reference() -> None:
     target = torch.randint(30, (40,))
     target[:10] = -100
     ours, gradient = run(lambda x: U.cross_entropy(x, target), (40, 30))
@@ -141,7 +141,7 @@ def test_ignored_tokens_are_counted_there_and_not_here() -> None:
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_every_public_name_of_the_reference_is_here() -> None:
+def test_every_public_name_of_reference_exists() -> None:
     names = set(R.__all__) - {"scale_elementwise", "docstring_from"}
     missing = {name for name in names if not hasattr(U, name)}
     assert missing <= {

@@ -8,7 +8,7 @@ import lightning_unitscale.functional as U
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.01, 0.5, 1.0, 3.0])
-def test_output_and_gradient_are_those_of_the_weighted_sum(tau: float) -> None:
+def test_residual_apply_matches_weighted_sum(tau: float) -> None:
     x, w = torch.randn(8, 6, requires_grad=True), torch.randn(6, 6)
     output = U.residual_apply(lambda h: h @ w, x, tau)
     expected = (x + tau * (x @ w)) / (1 + tau**2) ** 0.5
@@ -19,7 +19,7 @@ def test_output_and_gradient_are_those_of_the_weighted_sum(tau: float) -> None:
     torch.testing.assert_close(gradient, true)
 
 
-def test_the_gradient_inside_of_the_branch_does_not_see_the_weight() -> None:
+def test_gradient_inside_branch_is_at_unit_scale() -> None:
     seen: list[Tensor] = []
 
     def branch(h: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def test_the_gradient_inside_of_the_branch_does_not_see_the_weight() -> None:
 
 
 @pytest.mark.parametrize("tau", [0.1, 1.0, 2.0])
-def test_unit_scale_is_kept(tau: float) -> None:
+def test_residual_add_and_split_keep_unit_scale(tau: float) -> None:
     residual, skip = torch.randn(2, 200, 200).unbind()
     total = U.residual_add(residual, skip, tau)
     assert total.square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
@@ -44,6 +44,6 @@ def test_unit_scale_is_kept(tau: float) -> None:
 
 
 @pytest.mark.parametrize("tau", [-0.1, float("inf"), float("nan")])
-def test_weights_that_are_none(tau: float) -> None:
+def test_bad_tau_is_an_error(tau: float) -> None:
     with pytest.raises(ValueError, match=f"tau={tau}: not a weight of a residual branch"):
         U.residual_split(torch.ones(2), tau)

@@ -93,7 +93,7 @@ _NO_MULT = {
 
 @pytest.mark.parametrize("mult", [2.0, pytest.param(0.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in _NO_MULT], ids=str)
-def test_mult_is_the_scale_of_the_first_argument(case: Case, mult: float) -> None:
+def test_mult_scales_first_argument(case: Case, mult: float) -> None:
     check(case, mult)
 
 
@@ -104,7 +104,7 @@ def test_every_rule_has_a_case_and_a_reference() -> None:
         assert set(rule.weights) <= set(rule.parameters)
 
 
-def test_gradients_are_those_of_parameters() -> None:
+def test_gradient_factors_belong_to_parameters() -> None:
     for case in CASES:
         rule = RULES[case.name]
         args, kwargs = case.call()
@@ -152,7 +152,7 @@ def test_gradients_are_those_of_parameters() -> None:
         ("cross_entropy", [F.cross_entropy]),
     ],
 )
-def test_every_form_of_an_operation_is_known(name: str, forms: list[Any]) -> None:
+def test_every_call_form_has_rule(name: str, forms: list[Any]) -> None:
     for form in forms:
         rule = rule_of_method(form) if isinstance(form, str) else rule_of_function(form)
         assert rule is not None, form
@@ -164,7 +164,7 @@ def test_every_form_of_an_operation_is_known(name: str, forms: list[Any]) -> Non
     # Steps of something larger, which a factor in its midst would change; joins of lists.
     [torch.exp, torch.cos, torch.square, torch.rsqrt, torch.pow, operator.concat, torch.where, []],
 )
-def test_what_has_no_rule(function: object) -> None:
+def test_functions_without_rule(function: object) -> None:
     assert rule_of_function(function) is None
     assert rule_of_method("view") is None
 
@@ -180,7 +180,7 @@ def test_orders_of_parameters_differ_between_namespaces(first: Any, second: Any)
         assert list(rule.parameters[1:5]) == expected
 
 
-def test_binding() -> None:
+def test_bind_matches_arguments_to_parameters() -> None:
     rule = RULES["linear"]
     assert rule.bind((1, 2), {"bias": 3}) == {"input": 1, "weight": 2, "bias": 3}
     with pytest.raises(TypeError, match=r"linear: 4 positional arguments. Expected at most 3"):
@@ -193,7 +193,7 @@ def test_binding() -> None:
     assert relu.bind((1, True), {}) == {"input": 1, "inplace": True}
 
 
-def test_a_rule_of_ones_own() -> None:
+def test_custom_rule_is_registered() -> None:
     def swish(input: Tensor) -> Tensor:
         return input * torch.sigmoid(input)
 
@@ -227,7 +227,7 @@ def test_symbolic_sizes_give_the_same_factors_and_no_guards(case: Case) -> None:
     assert not shape_env.guards
 
 
-def test_shapes_that_hold_nothing() -> None:
+def test_empty_shapes_give_finite_factors() -> None:
     # An empty batch must not divide by zero: no factor matters for it.
     for name, shapes in {
         "linear": [(0, 4), (3, 4)],
@@ -241,7 +241,7 @@ def test_shapes_that_hold_nothing() -> None:
         assert math.isfinite(rule.factors(rule.bind(tensors, {})).output)
 
 
-def test_factors_of_the_table() -> None:
+def test_factors_match_published_formulas() -> None:
     """The published formulas, at sizes where a slip would show."""
 
     def factors(name: str, *args: Any, **kwargs: Any) -> Factors:

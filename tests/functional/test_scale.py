@@ -36,7 +36,7 @@ def test_each_direction_has_its_own_factor(as_tensor: bool, dtype: torch.dtype) 
     assert torch.equal(gx, expected[1])
 
 
-def test_differs_from_the_derivative_of_a_product() -> None:
+def test_gradient_differs_from_that_of_a_product() -> None:
     # The oracle is autograd's own product: the same value, and a gradient that is not ours.
     x, g = torch.randn(4), torch.ones(4)
     y, ours = _gradient(lambda t: scale(t, 4.0, 0.5), x, g)
@@ -64,7 +64,7 @@ def test_tensor_factors_outside_the_range_of_fp16(dtype: torch.dtype, exponent: 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_an_expanded_input_stays_expanded(as_tensor: bool, dtype: torch.dtype) -> None:
+def test_expanded_input_keeps_strides(as_tensor: bool, dtype: torch.dtype) -> None:
     factor = torch.tensor(4.0) if as_tensor else 4.0
     x = torch.randn(3, 1, 2, dtype=dtype).expand(3, 5, 2)
     y = multiply(x, factor)
@@ -89,7 +89,7 @@ def test_an_expanded_input_stays_expanded(as_tensor: bool, dtype: torch.dtype) -
     ],
     ids=["transposed", "channels_last", "permuted"],
 )
-def test_the_memory_layout_is_kept(x: Tensor) -> None:
+def test_memory_layout_is_kept(x: Tensor) -> None:
     assert scale(x, 2.0, 1.0).stride() == x.stride()
     assert scale(x.half(), torch.tensor(2.0), 1.0).stride() == x.stride()
 
@@ -104,13 +104,13 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...], factor: float | Tenso
     assert multiply(torch.zeros(1).expand(0), factor).shape == (0,)
 
 
-def test_special_values_pass() -> None:
+def test_special_values_are_unchanged() -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
     y = scale(x, 4.0, 1.0)
     assert torch.equal(y.view(torch.int32), x.view(torch.int32))
 
 
-def test_the_result_shares_no_memory_with_the_input() -> None:
+def test_result_does_not_alias_input() -> None:
     x = torch.ones(3)
     y = scale(x, torch.tensor(1.0), 1.0)
     y.add_(1)
@@ -128,7 +128,7 @@ def test_factors_get_no_gradient() -> None:
     assert backward.grad is None
 
 
-def test_a_factor_changed_after_the_forward_pass_is_the_old_one_in_the_backward() -> None:
+def test_backward_uses_factor_of_forward_pass() -> None:
     # The gauge is replaced by a new tensor, never written into; the graph keeps the old one.
     x = torch.randn(3, requires_grad=True)
     factor = torch.tensor(2.0)
@@ -163,7 +163,7 @@ def test_compiled_equals_eager_for_any_factor_without_recompilation(backend: str
 
 
 @pytest.mark.slow
-def test_compiled_in_fp16_with_a_factor_outside_its_range() -> None:
+def test_compiled_fp16_with_factor_out_of_range() -> None:
     compiled = torch.compile(scale, backend="inductor", fullgraph=True)
     x = torch.full((8,), 2.0**-10, dtype=torch.float16)
     y, gradient = _gradient(
@@ -176,7 +176,7 @@ def test_compiled_in_fp16_with_a_factor_outside_its_range() -> None:
 @pytest.mark.parametrize(
     "slices", [(slice(1, None, 2),), (slice(None), slice(1, 5)), (slice(3, 9),)]
 )
-def test_a_product_of_a_scaled_slice_has_the_bits_of_the_slices_product(
+def test_matmul_of_scaled_slice_is_bit_identical(
     slices: tuple[slice, ...],
 ) -> None:
     # Small products take other steps where rows or the first element are aligned in another way.

@@ -16,7 +16,7 @@ from lightning_unitscale.functional.rules import (
 )
 
 
-def test_symbolic_sizes_are_read_from_their_hints() -> None:
+def test_symbolic_sizes_use_their_hints() -> None:
     seen: list[Any] = []
 
     def backend(graph_module: Any, example_inputs: Any) -> Any:
@@ -34,7 +34,7 @@ def test_symbolic_sizes_are_read_from_their_hints() -> None:
     assert seen[1:] == [(5, 3), 15], "a guard on the size would have compiled it twice"
 
 
-def test_a_size_that_depends_on_values_is_an_error() -> None:
+def test_data_dependent_size_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"size=u0: it depends on the values of a tensor"):
         concrete_size(ShapeEnv().create_unbacked_symint())
 
@@ -49,5 +49,5 @@ def test_numbers_have_no_shape() -> None:
     ("value", "expected"),
     [(None, (9, 9)), (3, (3, 3)), ((3,), (3, 3)), ([3, 4], (3, 4)), ([], (9, 9))],
 )
-def test_a_number_per_dimension(value: Any, expected: tuple[int, ...]) -> None:
+def test_scalar_is_repeated_per_dimension(value: Any, expected: tuple[int, ...]) -> None:
     assert tuple_of(value, 2, 9) == expected

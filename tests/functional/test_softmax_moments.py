@@ -25,7 +25,7 @@ def test_agrees_with_monte_carlo(n: int, std: float) -> None:
     assert math.sqrt(moments.gradient / gradient) == pytest.approx(1, abs=0.03)
 
 
-def test_limits() -> None:
+def test_softmax_moments_in_limits() -> None:
     for n in (4, 100, 100_000):
         assert softmax_moments(n, 0.0).output == pytest.approx(1 / n)
         assert softmax_moments(n, 0.1).output == pytest.approx(math.exp(0.01) / n, rel=0.01)
@@ -38,7 +38,7 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize("std", [0.0, 0.5, 2.0])
-def test_output_grows_with_the_spread_and_falls_with_the_number(std: float) -> None:
+def test_output_moment_is_monotone_in_std_and_size(std: float) -> None:
     assert softmax_moments(64, std).output < softmax_moments(64, std + 0.5).output
     assert softmax_moments(65, std).output < softmax_moments(64, std).output
 
@@ -47,7 +47,7 @@ def test_output_grows_with_the_spread_and_falls_with_the_number(std: float) -> N
 @pytest.mark.parametrize(
     ("num_queries", "num_keys"), [(1, 1), (30, 30), (200, 200), (40, 10), (9, 40)]
 )
-def test_causal_is_the_mean_over_its_rows(num_queries: int, num_keys: int) -> None:
+def test_causal_moments_are_mean_over_rows(num_queries: int, num_keys: int) -> None:
     rows = [softmax_moments(min(i + 1, num_keys), 0.7) for i in range(num_queries)]
     moments = causal_softmax_moments(num_queries, num_keys, 0.7)
     assert moments.output == pytest.approx(sum(row.output for row in rows) / num_queries, rel=2e-3)
@@ -55,7 +55,7 @@ def test_causal_is_the_mean_over_its_rows(num_queries: int, num_keys: int) -> No
     assert moments.gradient == pytest.approx(expected, rel=0.01, abs=1e-12)
 
 
-def test_causal_is_about_the_harmonic_number() -> None:
+def test_causal_moment_is_near_harmonic_number() -> None:
     n, std = 512, 0.1
     harmonic = sum(1 / i for i in range(1, n + 1))
     expected = math.exp(std**2) * harmonic / n

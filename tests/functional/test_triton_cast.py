@@ -20,14 +20,14 @@ pytestmark = needs_triton
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_triton_cast_has_the_bits_of_the_torch_operations() -> None:
+def test_triton_cast_matches_torch_bit_for_bit() -> None:
     run_interpreted("functional/interpreted_cast.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("source", ["bf16", "fp32"])
-def test_the_triton_cast_spills_nothing(source: str, capability: int) -> None:
+def test_triton_cast_spills_no_registers(source: str, capability: int) -> None:
     from lightning_unitscale.functional.triton_cast import NUM_WARPS, cast_tiles, constants_of
 
     counts = ("num_rows", "num_columns", "tiles", "row_stride", "rows_pitch", "turned_pitch")
@@ -48,7 +48,7 @@ def test_the_triton_cast_spills_nothing(source: str, capability: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_turning_spills_nothing(capability: int) -> None:
+def test_triton_transpose_spills_no_registers(capability: int) -> None:
     from lightning_unitscale.functional.triton_cast import NUM_WARPS, TURNED_TILE, turn_tiles
 
     counts = ("num_rows", "num_columns", "row_stride")
@@ -62,9 +62,7 @@ def test_turning_spills_nothing(capability: int) -> None:
 
 @pytest.mark.parametrize("frozen", [None, "input", "weight"])
 @pytest.mark.parametrize("num_rows", [48, 41])
-def test_a_linear_layer_has_one_triton_cast_for_each_operand(
-    num_rows: int, frozen: str | None
-) -> None:
+def test_linear_layer_has_one_triton_cast_per_operand(num_rows: int, frozen: str | None) -> None:
     """And nothing that copies, turns in memory or fills up, for any product."""
     device = torch.device("cuda")
     with SimulatedDevice(device), simulating(device):
@@ -85,7 +83,7 @@ def test_a_linear_layer_has_one_triton_cast_for_each_operand(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_bias_is_added_by_the_matmul_that_rounds_to_16_bits(dtype: torch.dtype) -> None:
+def test_bias_is_fused_into_16_bit_matmul(dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     with SimulatedDevice(device), simulating(device):
         x, w, b = (

@@ -78,7 +78,7 @@ _CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
     ],
 )
 @pytest.mark.parametrize("kind", [_Failing, _Raising])
-def test_an_error_leaves_everything_as_it_was(
+def test_error_restores_module_and_trainer(
     where: str,
     error: type[BaseException],
     callbacks: str,

@@ -79,14 +79,14 @@ OF_OTHER_SIZES = [(loss, count) for loss in ("tokens", "mean of sentences") for 
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("loss", "count"), [*((loss, 4) for loss in FOLLOW), *OF_OTHER_SIZES])
-def test_the_loss_and_the_gradients_of_the_batch(loss: str, count: int) -> None:
+def test_microbatch_loss_and_gradients_match_batch(loss: str, count: int) -> None:
     torch.manual_seed(1)
     assert_same_step(Losing(FOLLOW[loss]), batch(), count)
 
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("loss", COUPLED)
-def test_what_couples_the_samples_is_named(loss: str) -> None:
+def test_loss_that_couples_samples_is_reported(loss: str) -> None:
     function, reason = COUPLED[loss]
     found = ByMicrobatches(Losing(function), batch(), 4).reason
     assert found is not None

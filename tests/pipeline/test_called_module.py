@@ -51,7 +51,7 @@ def _found(runs: dict[int, Path], num_ranks: int, case: str, rank: int = 0) -> d
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("case", [*sorted({*CASES} - RANDOM), *SCHEDULES])
-def test_the_training_of_one_device(case: str, runs: dict[int, Path]) -> None:
+def test_training_matches_one_device(case: str, runs: dict[int, Path]) -> None:
     expected = _found(runs, 1, case.partition(":")[0])
     for rank in range(2):
         found = _found(runs, 2, case, rank)
@@ -78,7 +78,7 @@ def test_all_ranks_draw_the_same_order(runs: dict[int, Path]) -> None:
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("scaled", [True])
 @pytest.mark.parametrize("case", SCALED)
-def test_callbacks_scale_and_watch_a_step_around_a_pipeline(
+def test_callbacks_work_in_step_around_pipeline(
     case: str, scaled: bool, runs: dict[int, Path]
 ) -> None:
     """The bits are those of the same pipeline without them, and the names those of one device."""

@@ -16,7 +16,7 @@ from tests.pipeline.pipeline_run import Groups
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_another_course_of_the_step_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+def test_different_step_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     run_ranks("tests.pipeline.checks_run", tmp_path, num_ranks=2)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
@@ -25,7 +25,7 @@ def test_another_course_of_the_step_on_one_rank_is_an_error_on_all(tmp_path: Pat
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
-def test_optimizers_that_need_all_parameters_are_refused() -> None:
+def test_optimizers_that_need_all_parameters_are_an_error() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     weight = [nn.Parameter(torch.ones(2))]

@@ -34,7 +34,7 @@ class Regions(nn.Module):
         return (self.last(w) + table).mean() + pair.values.sum() + pair.indices.sum()
 
 
-def test_where_a_cut_is_possible() -> None:
+def test_possible_cuts_are_found() -> None:
     module, x = Regions(), torch.randn(3, 4)
     legal: list[str] = []
 
@@ -66,7 +66,7 @@ def test_where_a_cut_is_possible() -> None:
     assert pipe.get_stage_module(1).graph.find_nodes(op="call_method", target="max")
 
 
-def test_items_go_with_their_tuple() -> None:
+def test_getitem_nodes_follow_their_tuple() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     pair = graph.call_function(torch.max, (x, 1))

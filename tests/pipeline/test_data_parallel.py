@@ -69,7 +69,7 @@ distributed = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(56
 @pytest.mark.parametrize(
     "case", [pytest.param(one, marks=distributed) for one in (*CASES, "resumed")]
 )
-def test_the_training_of_ddp(case: str, runs: Runs) -> None:
+def test_training_matches_ddp(case: str, runs: Runs) -> None:
     expected, found = runs.found("ddp", case), runs.found("pipeline", case)
     for rank, one in enumerate(found):
         theirs = expected[rank % REPLICAS]
@@ -96,7 +96,7 @@ def test_the_training_of_ddp(case: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=distributed) for one in CASES])
-def test_the_gradients_of_ddp(case: str, runs: Runs) -> None:
+def test_gradients_match_ddp(case: str, runs: Runs) -> None:
     expected = runs.found("ddp", case)[0]["gradients"][0]
     names: list[set[str]] = []
     for one in runs.found("pipeline", case):
@@ -131,6 +131,6 @@ def test_one_checkpoint_is_written(runs: Runs) -> None:
         assert ours["state"].keys() == theirs["state"].keys()
 
 
-def test_the_number_of_pipelines_is_checked() -> None:
+def test_data_parallel_of_zero_is_an_error() -> None:
     with pytest.raises(ValueError, match="data_parallel=0"):
         PipelineStrategy(num_microbatches=2, data_parallel=0)

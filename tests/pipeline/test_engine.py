@@ -55,7 +55,7 @@ def _run(folder: Path, num_ranks: int, runs: list[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_ranks", "run"), CASES)
-def test_equals_microbatch_accumulation(
+def test_losses_and_gradients_match_microbatch_accumulation(
     num_ranks: int, run: str, reports: dict[int, list[dict[str, Any]]]
 ) -> None:
     found = [report[run] for report in reports[num_ranks]]

@@ -17,7 +17,7 @@ CASE = "gpt-v"
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("here", None), ("there", "1")):
         if value is not None:
             monkeypatch.setenv(ENGINE_THREAD, value)

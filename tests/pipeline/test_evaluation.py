@@ -57,7 +57,7 @@ def _run(root: Path) -> Found:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_validation_within_the_training(found: Found) -> None:
+def test_validation_during_training_matches_one_device(found: Found) -> None:
     (expected,) = found[1]
     for one in found[NUM_RANKS]:
         assert one["validation"] == pytest.approx(expected["validation"], rel=1e-5)
@@ -72,7 +72,7 @@ def test_validation_within_the_training(found: Found) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_prediction(schedule: str, found: Found) -> None:
+def test_predictions_match_one_device(schedule: str, found: Found) -> None:
     (expected,) = found[1]
     first = found[NUM_RANKS][0]["predictions"]["GPipe"]
     for rank in range(NUM_RANKS):
@@ -90,7 +90,7 @@ def test_prediction(schedule: str, found: Found) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_test(found: Found) -> None:
+def test_test_metrics_match_one_device(found: Found) -> None:
     (expected,) = found[1]
     for one in found[NUM_RANKS]:
         assert one["test"] == pytest.approx(expected["test"], rel=1e-5)
@@ -100,7 +100,7 @@ def test_test(found: Found) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_divided_batches_and_steps_that_are_no_pipelines(found: Found) -> None:
+def test_divided_batches_and_unpipelined_steps_match_one_device(found: Found) -> None:
     (expected,) = found[1]
     for one in found[NUM_RANKS]:
         for name in ("divided", "Metric", "Stepless"):
@@ -113,7 +113,7 @@ def test_divided_batches_and_steps_that_are_no_pipelines(found: Found) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("kind", ["Keeps", "KeepsNumbers", "Counts"])
-def test_what_the_steps_leave_on_the_module(kind: str, found: Found) -> None:
+def test_values_kept_on_module_match_one_device(kind: str, found: Found) -> None:
     (expected,) = found[1]
     outputs, trained, count = expected[f"kept by {kind}"]
     for one in found[NUM_RANKS]:
@@ -129,19 +129,19 @@ def test_what_the_steps_leave_on_the_module(kind: str, found: Found) -> None:
         assert "5 graphs for batches of one size" in reasons[0] and "counters" in reasons[0]
 
 
-def test_what_must_be_a_pipeline_and_is_none_is_refused(one_rank: dict[str, Any]) -> None:
+def test_unpipelined_evaluation_is_an_error_if_required(one_rank: dict[str, Any]) -> None:
     strategy = PipelineStrategy("GPipe", num_microbatches=2, evaluation="pipeline")
     with pytest.raises(MisconfigurationException, match="validation_step is not one graph"):
         pl.Trainer(strategy=strategy, **one_rank).validate(Metric(), _loader())
 
 
-def test_a_batch_that_cannot_be_divided(one_rank: dict[str, Any]) -> None:
+def test_indivisible_batch_is_an_error(one_rank: dict[str, Any]) -> None:
     strategy = PipelineStrategy("GPipe", num_microbatches=2, num_eval_microbatches=3)
     with pytest.raises(ValueError, match="a batch of 16 samples cannot be divided"):
         pl.Trainer(strategy=strategy, **one_rank).validate(Groups(), _loader(), verbose=False)
 
 
 @pytest.mark.parametrize("options", [{"evaluation": "none"}, {"num_eval_microbatches": 0}])
-def test_bad_arguments(options: dict[str, Any]) -> None:
+def test_bad_evaluation_arguments_are_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):
         PipelineStrategy(num_microbatches=2, **options)

@@ -29,7 +29,7 @@ from lightning_unitscale.pipeline.schedules import simulate_1f1b
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
 @pytest.mark.parametrize("num_microbatches", [7, 8, 32])
-def test_the_bubble_of_equal_stages(num_stages: int, num_microbatches: int) -> None:
+def test_bubble_of_equal_stages(num_stages: int, num_microbatches: int) -> None:
     timeline = simulate_1f1b([1.0] * num_stages, [2.0] * num_stages, num_microbatches)
     expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
     assert timeline.bubble == pytest.approx(expected)
@@ -37,14 +37,14 @@ def test_the_bubble_of_equal_stages(num_stages: int, num_microbatches: int) -> N
     assert len(timeline.work) == 2 * num_stages * num_microbatches
 
 
-def test_a_slow_stage_sets_the_pace() -> None:
+def test_slowest_stage_determines_step_time() -> None:
     timeline = simulate_1f1b([1.0, 3.0], [2.0, 6.0], 4)
     # The second stage is busy from the first microbatch's arrival to its last backward pass.
     assert timeline.seconds == 1 + 4 * 9 + 2
     assert timeline.picture().splitlines()[1].startswith("stage 1 |.")
 
 
-def test_a_plan() -> None:
+def test_plan_has_costs_of_every_stage() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
     plan = explain_pipeline(module, torch.ones(128, 256), 2)
     assert [one.parameter_bytes for one in plan.stages] == [526336, 526336]
@@ -108,7 +108,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transform_has_no_costs_and_is_left(name: str) -> None:
+def test_unprofilable_transform_needs_split_spec(name: str) -> None:
     module, x = Transforming(TRANSFORMS[name]), torch.randn(4, 8)
     # Twice: the first failure must not be the second's reason.
     for call in (
@@ -143,7 +143,7 @@ def test_every_operation_counts_in_one_stage() -> None:
 
 
 @pytest.mark.slow
-def test_the_backward_pass_starts_from_the_loss_alone() -> None:
+def test_only_loss_has_backward_cost() -> None:
     batch = {"x": torch.ones(64, 64), "y": torch.ones(64, 64)}
     alone, both = (explain_pipeline(Scored(one), batch, 2) for one in (False, True))
     assert both.stages[1].forward_seconds > alone.stages[1].forward_seconds
@@ -165,7 +165,7 @@ def _cut_at_loss(graph_module: fx.GraphModule) -> fx.GraphModule:
     return graph_module
 
 
-def test_what_is_sent_costs_both_sides() -> None:
+def test_sent_bytes_cost_both_stages() -> None:
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     plan = explain_pipeline(layers, torch.ones(8, 64), 2, num_microbatches=2)
     first, second = plan.stages
@@ -215,7 +215,7 @@ class Stepping(nn.Module):
         return (self.net[2:](self.net[:2](batch[0])) - batch[1]).square().mean()
 
 
-def test_a_plan_of_a_step() -> None:
+def test_plan_of_training_step() -> None:
     module = Stepping()
     batch = [torch.ones(64, 64), torch.ones(64, 64)]
     plan = explain_step(module, batch, 2, batch_idx=0)
@@ -253,7 +253,7 @@ def noting_step(self: Any, batch: list[Tensor], batch_idx: int) -> Tensor:
     return loss + 0 * self.other(batch[0]).sum()
 
 
-def test_a_plan_of_a_step_whose_module_sets_itself_up() -> None:
+def test_plan_of_step_with_setup_in_first_call() -> None:
     module = Stepping()
     module.net = Installs(*module.net)
     module.other = Installs(nn.Linear(64, 1))
@@ -268,7 +268,7 @@ def test_a_plan_of_a_step_whose_module_sets_itself_up() -> None:
 
 
 @pytest.mark.parametrize("how", ["in place", "other memory"])
-def test_a_first_run_writes_no_parameter(how: str) -> None:
+def test_first_run_restores_parameters(how: str) -> None:
     module = Stepping()
     module.net = Installs(*module.net)
     weight = module.net[0][0].weight
@@ -289,7 +289,7 @@ def test_a_first_run_writes_no_parameter(how: str) -> None:
     assert module.logged == []
 
 
-def test_a_plan_of_the_module_that_a_step_calls() -> None:
+def test_plan_of_module_called_by_step() -> None:
     module = Stepping()
     batch = [torch.ones(64, 64), torch.ones(64, 64)]
     plan = explain_step(module, batch, 2, batch_idx=0, method="reading_step")
@@ -301,7 +301,7 @@ def test_a_plan_of_the_module_that_a_step_calls() -> None:
     assert "forward" not in module.net.__dict__
 
 
-def test_a_plan_of_a_step_that_says_where_it_is_cut() -> None:
+def test_plan_of_step_with_explicit_cut() -> None:
     batch = [torch.ones(64, 64), torch.ones(64, 64)]
     plan = explain_step(Stepping(), batch, 2, batch_idx=0, method="cut_step")
     assert [one.parameter_bytes for one in plan.stages] == [16640, 3 * 16640]

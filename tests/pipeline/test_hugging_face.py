@@ -65,7 +65,7 @@ def _found(runs: dict[int, Path], num_ranks: int, case: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("case", sorted({*CASES, *ADAPTED} - {DROPS}))
-def test_the_training_of_one_device(case: str, runs: dict[int, Path]) -> None:
+def test_training_matches_one_device(case: str, runs: dict[int, Path]) -> None:
     _skip_without_peft(case)
     expected, found = _found(runs, 1, case), _found(runs, 2, case)
     tolerance = TOLERANCES.get(case, 1e-6)

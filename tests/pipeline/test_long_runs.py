@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("long"))
 
 
-def test_many_steps(runs: Runs) -> None:
+def test_many_steps_match_one_device(runs: Runs) -> None:
     """Runs with accumulation, clipping, a learning-rate schedule and tied weights."""
     expected, found = runs.found("one", "many"), runs.found("two", "many")
     assert found["step"] == expected["step"] == 40
@@ -63,7 +63,7 @@ def test_many_steps(runs: Runs) -> None:
     assert runs.found("two", "many", 1)["losses"] == found["losses"]
 
 
-def test_a_chain_of_runs_on_other_devices_by_other_schedules(runs: Runs) -> None:
+def test_resuming_on_other_devices_and_schedules(runs: Runs) -> None:
     whole = runs.found("one", "chain4")
     losses: list[float] = []
     for number, _ in enumerate(CHAIN, 1):
@@ -120,9 +120,7 @@ def _scalars(path: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 4), (1, 10)])
-def test_a_killed_rank_ends_the_run_which_then_goes_on(
-    rank: int, step: int, tmp_path: Path, runs: Runs
-) -> None:
+def test_run_resumes_after_killed_rank(rank: int, step: int, tmp_path: Path, runs: Runs) -> None:
     folders = {one: tmp_path / one for one in ("killed", "resumed")}
     for one in folders.values():
         one.mkdir()

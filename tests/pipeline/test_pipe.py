@@ -63,7 +63,7 @@ def _assert_same(module: nn.Module, pipe: Pipe, kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_bits_in_one_process(name: str) -> None:
+def test_pipe_is_bit_identical_in_one_process(name: str) -> None:
     case = MODELS[name]()
     kwargs = case.kwargs()
     pipe = pipeline(case.module, (), kwargs, split_spec=case.spec(4))
@@ -78,7 +78,7 @@ def test_the_same_bits_in_one_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT", "T5"])
-def test_stages_survive_transport(name: str) -> None:
+def test_stages_survive_pickle_and_deepcopy(name: str) -> None:
     case = MODELS[name]()
     kwargs = case.kwargs()
     pipe = pipeline(case.module, (), kwargs, split_spec=case.spec(4))
@@ -97,7 +97,7 @@ def test_stages_survive_transport(name: str) -> None:
         assert torch.equal(values[pipe.program.loss], expected)
 
 
-def test_what_each_stage_takes_and_has() -> None:
+def test_stage_info_has_inputs_and_parameters() -> None:
     case = MODELS["Odd"]()
     info = pipeline(case.module, (), case.kwargs(), split_spec=case.spec(4)).info()
     assert [one.parameters for one in info.stages] == [
@@ -114,7 +114,7 @@ def test_what_each_stage_takes_and_has() -> None:
     assert [one.feeds_loss for one in info.stages[0].sent] == [False]
 
 
-def test_marks_in_code_and_in_sequences() -> None:
+def test_split_marks_in_code_and_sequential() -> None:
     class Marked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,7 +164,7 @@ def _cut_before_last(target: Callable[[], None]) -> Callable[[fx.GraphModule], f
     return policy
 
 
-def test_marks_of_torch() -> None:
+def test_torch_split_marks_are_accepted() -> None:
     x = torch.randn(5, 3)
     module = _TorchMark()
     pipe = pipeline(module, x)
@@ -179,7 +179,7 @@ def test_marks_of_torch() -> None:
         assert torch.equal(pipe(x), plain(x))
 
 
-def test_a_policy_without_cuts_is_refused() -> None:
+def test_policy_without_cuts_is_an_error() -> None:
     module, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
     with pytest.raises(ValueError, match="put no cut into the graph"):
         pipeline(module, x, split_policy=lambda graph_module: graph_module)
@@ -196,7 +196,7 @@ class Outputs(nn.Module):
         return {"hidden": hidden, "both": (y, (y**2).mean()), "loss2": y.abs().mean()}
 
 
-def test_the_loss_is_found_by_its_spec() -> None:
+def test_loss_is_found_by_loss_spec() -> None:
     x = torch.randn(5, 3)
     cut = {"second": SplitPoint.BEGINNING}
 
@@ -238,7 +238,7 @@ class Modes(nn.Module):
         return self.third(y.float() + shift).mean()
 
 
-def test_modes_reach_over_cuts() -> None:
+def test_autocast_and_grad_modes_span_cuts() -> None:
     module, x = Modes(), torch.randn(3, 4)
     pipe = pipeline(module, x)
     assert pipe.num_stages == 3
@@ -273,7 +273,7 @@ class Writes(nn.Module):
         return (self.second(y) + table).square().mean()
 
 
-def test_writes_stay_together() -> None:
+def test_mutations_stay_in_one_stage() -> None:
     module, x = Writes(), torch.randn(3, 4)
     pipe = pipeline(module, x)
     expected = module(x)
@@ -285,7 +285,7 @@ def test_writes_stay_together() -> None:
     assert module.calls == 2
 
 
-def test_operations_name_the_device_of_their_stage() -> None:
+def test_operations_use_device_of_their_stage() -> None:
     module = MODELS["Odd"]()
     pipe = pipeline(module.module, (), module.kwargs(), split_spec=module.spec(4))
     graph = copy.deepcopy(pipe.get_stage_module(2)).graph
@@ -294,7 +294,7 @@ def test_operations_name_the_device_of_their_stage() -> None:
     assert devices == [torch.device("meta")]
 
 
-def test_balanced_stages() -> None:
+def test_balanced_split_balances_costs() -> None:
     module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 1024))
     x = torch.randn(64, 256)
     info = pipeline(module, x, split_policy=balanced_split(2)).info()
@@ -308,7 +308,7 @@ def test_balanced_stages() -> None:
         balanced_split(0)
 
 
-def test_bad_arguments() -> None:
+def test_bad_split_arguments_are_an_error() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     x = torch.randn(5, 3)
     cut = {"1": SplitPoint.BEGINNING}

@@ -39,7 +39,7 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
-def test_other_ranks_have_what_a_rank_has_counted() -> None:
+def test_metric_updates_are_copied_to_other_ranks() -> None:
     counting = Measured()
     waiting = copy.deepcopy(counting)
     for step in range(3):
@@ -55,7 +55,7 @@ def test_other_ranks_have_what_a_rank_has_counted() -> None:
     assert waiting.mean.update_count == 3
 
 
-def test_a_list_that_was_emptied_is_sent_whole() -> None:
+def test_emptied_list_state_is_sent_whole() -> None:
     counting = Measured()
     counting.count(*_batch(0))
     waiting = copy.deepcopy(counting)
@@ -67,7 +67,7 @@ def test_a_list_that_was_emptied_is_sent_whole() -> None:
     assert torch.equal(waiting.all.compute(), counting.all.compute())
 
 
-def test_what_is_counted_meanwhile_is_undone() -> None:
+def test_updates_inside_unchanged_are_undone() -> None:
     module = Measured()
     module.count(*_batch(0))
     expected = _results(module)
@@ -77,7 +77,7 @@ def test_what_is_counted_meanwhile_is_undone() -> None:
         assert torch.equal(found, one)
 
 
-def test_a_metric_is_found_by_its_path() -> None:
+def test_metric_is_logged_by_path() -> None:
     module = Measured()
     module.mean(torch.tensor(3.0))
     metrics = SharedMetrics(module)

@@ -40,7 +40,7 @@ def _freed(module: nn.Linear) -> FreedStorage:
 
 
 @pytest.mark.parametrize("read", READS)
-def test_values_are_refused(read: str) -> None:
+def test_reading_freed_parameter_is_an_error(read: str) -> None:
     module = nn.Linear(4, 4)
     _freed(module)
     # Otherwise this is a segmentation fault.
@@ -48,7 +48,7 @@ def test_values_are_refused(read: str) -> None:
         READS[read](module, module.weight)
 
 
-def test_what_describes_it_is_told() -> None:
+def test_freed_parameter_keeps_metadata() -> None:
     module = nn.Linear(4, 3)
     one = module.weight
     one.grad = torch.ones(3, 4)
@@ -61,7 +61,7 @@ def test_what_describes_it_is_told() -> None:
     assert repr(one) == "FreedParameter((3, 4), torch.float32, cpu)"
 
 
-def test_an_optimizer_passes_over_it() -> None:
+def test_optimizer_skips_freed_parameter() -> None:
     module = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(module.parameters())
     freed = _freed(module)
@@ -76,7 +76,7 @@ def test_an_optimizer_passes_over_it() -> None:
     assert torch.equal(module(torch.ones(1, 4)), module.bias[None] + 4)
 
 
-def test_taken_and_freed_again() -> None:
+def test_parameters_can_be_taken_and_freed_again() -> None:
     module = nn.Linear(4, 4)
     freed = _freed(module)
     freed.take()
@@ -91,7 +91,7 @@ def test_taken_and_freed_again() -> None:
     assert type(module.weight) is FreedParameter
 
 
-def test_what_is_lost_is_not_a_number() -> None:
+def test_lost_parameters_are_nan() -> None:
     module = nn.Linear(4, 4)
     freed = _freed(module)
     freed.lose()
@@ -101,7 +101,7 @@ def test_what_is_lost_is_not_a_number() -> None:
     assert not freed.is_free
 
 
-def test_shared_memory_stays() -> None:
+def test_shared_memory_is_not_freed() -> None:
     whole = torch.randn(8)
     views = {name: nn.Parameter(one) for name, one in zip("ab", whole.split(4), strict=True)}
     own, kept = nn.Parameter(torch.randn(4)), torch.randn(4)
@@ -112,7 +112,7 @@ def test_shared_memory_stays() -> None:
     assert views["a"].sum() == whole[:4].sum()
 
 
-def test_a_state_outlives_the_memory() -> None:
+def test_state_outlives_freed_memory() -> None:
     module = nn.Linear(4, 4)
     freed = FreedStorage({"weight": module.weight}, [module.bias])
     state: dict[str, Tensor] = {**module.state_dict(), "tied": module.state_dict()["weight"]}
@@ -125,7 +125,7 @@ def test_a_state_outlives_the_memory() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_gradients_are_clipped_by_the_norm_of_all() -> None:
+def test_clipping_uses_norm_over_all_ranks() -> None:
     module = nn.Linear(4, 4)
     gradients = [torch.randn_like(one) for one in module.parameters()]
     for one, gradient in zip(module.parameters(), gradients, strict=True):

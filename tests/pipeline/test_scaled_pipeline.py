@@ -84,9 +84,9 @@ class Runs:
 
 # Cases that tests without parameters read.
 _READ = {
-    "test_the_gradient_of_a_tied_weight_is_that_of_all_stages": "matmuls",
-    "test_one_writer": "monitored",
-    "test_what_does_not_go_with_stages_is_refused": "refused",
+    "test_tied_weight_gradient_is_sum_over_stages": "matmuls",
+    "test_only_one_rank_writes": "monitored",
+    "test_incompatible_callbacks_are_an_error_on_all_ranks": "refused",
 }
 
 
@@ -97,7 +97,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         request,
         lambda test, case="": [
             _READ.get(test, case),
-            *(["plain"] if test == "test_the_same_pipeline_without_the_callback" else []),
+            *(["plain"] if test == "test_callback_changes_no_bit_of_pipeline" else []),
         ],
     )
     return Runs(tmp_path_factory.mktemp("scaled"), read)
@@ -110,7 +110,7 @@ def _accumulated(losses: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
+def test_pipeline_matches_accumulation_in_one_process(case: str, runs: Runs) -> None:
     """Losses and gradients have the same bits; those of tied weights up to the order of sums."""
     expected = runs.found("alone", case)
     for rank in range(NUM_RANKS):
@@ -138,7 +138,7 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(VALIDATED))
-def test_validation_runs_through_the_stages_where_no_pass_changes_it(case: str, runs: Runs) -> None:
+def test_validation_uses_stages_unless_rules_change_it(case: str, runs: Runs) -> None:
     """With rules it runs whole, with all weights. Otherwise each rank uses only its own weights."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, case, rank)
@@ -150,7 +150,7 @@ def test_validation_runs_through_the_stages_where_no_pass_changes_it(case: str, 
 
 
 @pytest.mark.parametrize("case", ["matmuls", *REMATERIALIZED])
-def test_the_same_pipeline_without_the_callback(case: str, runs: Runs) -> None:
+def test_callback_changes_no_bit_of_pipeline(case: str, runs: Runs) -> None:
     """Unit scaling in FP32, and running again, change no bit, those of tied weights included."""
     for rank in range(NUM_RANKS):
         plain, changed = (runs.found(NUM_RANKS, one, rank) for one in ("plain", case))
@@ -161,7 +161,7 @@ def test_the_same_pipeline_without_the_callback(case: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("case", REMATERIALIZED)
-def test_memory_budgets_within_a_stage(case: str, runs: Runs) -> None:
+def test_memory_budget_within_stage(case: str, runs: Runs) -> None:
     """Every rank has a plan that recomputes something, and its peak is the predicted one."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, case, rank)
@@ -172,7 +172,7 @@ def test_memory_budgets_within_a_stage(case: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("case", SCALED)
-def test_one_gauge(case: str, runs: Runs) -> None:
+def test_all_ranks_have_units_of_one_process(case: str, runs: Runs) -> None:
     """All ranks have the units that one process has, those taken later included."""
     expected = runs.found("alone", case)
     assert any(any(pair) for pair in expected["gauge"].values())
@@ -221,7 +221,7 @@ def _assert_same(
 
 
 @pytest.mark.parametrize("case", ["matmuls", "rules-v", "monitored", "accumulated", "stops"])
-def test_one_report(case: str, runs: Runs) -> None:
+def test_all_ranks_have_report_of_whole_graph(case: str, runs: Runs) -> None:
     """Statistics of the joint batch: of all stages, in the order of the whole graph."""
     expected = runs.found("alone", case)["snapshots"]
     assert [one.step for one in expected] == [0, 1, 2, 3][: 3 if case == "stops" else 4]
@@ -243,7 +243,7 @@ def test_one_report(case: str, runs: Runs) -> None:
                     assert np.allclose(rms[0][seen], rms[1][seen], atol=1e-3)
 
 
-def test_the_gradient_of_a_tied_weight_is_that_of_all_stages(runs: Runs) -> None:
+def test_tied_weight_gradient_is_sum_over_stages(runs: Runs) -> None:
     """In the first step it is exactly the sum over the stages, microbatch by microbatch."""
     first = runs.found(NUM_RANKS, "matmuls")["snapshots"][0]
     owned = [runs.found(NUM_RANKS, "matmuls", rank)["gradients"][0] for rank in range(NUM_RANKS)]
@@ -253,7 +253,7 @@ def test_the_gradient_of_a_tied_weight_is_that_of_all_stages(runs: Runs) -> None
     assert count == NUM_MICROBATCHES * owned[0]["byte_embedding.weight"].numel()
 
 
-def test_one_writer(runs: Runs) -> None:
+def test_only_one_rank_writes(runs: Runs) -> None:
     """One rank writes."""
     files = {n: list(one.rglob("events.out*")) for n, one in runs.folders.items()}
     assert {n: len(one) for n, one in files.items()} == {1: 0, NUM_RANKS: 1, "alone": 1}
@@ -273,7 +273,7 @@ def test_alerts_act_on_all_ranks(case: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("case", PARTS)
-def test_two_devices_and_one_and_two(case: str, runs: Runs) -> None:
+def test_resume_on_one_device_and_on_two_again(case: str, runs: Runs) -> None:
     """A run that goes on with one device and then with two again is the run on one device."""
     gauge = runs.found(NUM_RANKS, f"{case}-0")["gauge"]
     for part, folder in enumerate((NUM_RANKS, 1, NUM_RANKS)):
@@ -299,7 +299,7 @@ def _shape(state: Any) -> Any:
     return type(state)
 
 
-def test_what_does_not_go_with_stages_is_refused(runs: Runs) -> None:
+def test_incompatible_callbacks_are_an_error_on_all_ranks(runs: Runs) -> None:
     """All ranks raise the reason before anything runs, and the module is unchanged."""
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, "refused", rank)

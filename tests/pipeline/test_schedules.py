@@ -13,7 +13,7 @@ from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
 
 
-def test_placement() -> None:
+def test_stages_are_placed_on_ranks_by_schedule() -> None:
     assert SCHEDULES["1F1B"].stages_of(1, 2, 2) == (1,)
     assert SCHEDULES["LoopedBFS"].stages_of(1, 2, 6) == (1, 3, 5)
     assert [SCHEDULES["DualPipeV"].stages_of(r, 3, 6) for r in range(3)] == [(0, 5), (1, 4), (2, 3)]
@@ -36,19 +36,19 @@ def test_placement() -> None:
         ("GPipe", 2, 2, 0, "num_microbatches=0"),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_invalid_schedule_settings_are_an_error(
     name: str, stages: int, ranks: int, microbatches: int, match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
         find_schedule(name.lower()).check(stages, ranks, microbatches)
 
 
-def test_an_unknown_schedule_is_refused() -> None:
+def test_unknown_schedule_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"schedule='1f2b': unknown. Expected one of GPipe"):
         find_schedule("1f2b")
 
 
-def test_a_batch_is_cut_along_its_first_dimension() -> None:
+def test_batch_is_split_along_first_dimension() -> None:
     module = nn.Bilinear(3, 3, 2)
     whole = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 
@@ -83,7 +83,7 @@ class _Scored(nn.Module):
         return (self.second(self.first(x).tanh()).squeeze(-1) - y).square().mean()
 
 
-def test_stages_for_schedules_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_run_in_torch_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of one rank, driven by torch's own schedule."""
     module = _Scored()
     x, y = torch.randn(8, 3), torch.randn(8)

@@ -39,7 +39,7 @@ def _step(cuts: Sequence[CutCandidate], total: float, chosen: Sequence[int], num
 
 @pytest.mark.parametrize("num_microbatches", [1, 4, 64])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_the_step_is_as_short_as_it_can_be(num_stages: int, num_microbatches: int) -> None:
+def test_chosen_cuts_match_brute_force(num_stages: int, num_microbatches: int) -> None:
     for seed in range(8):
         cuts, total = _graph(seed)
         found = choose_cuts(cuts, total, num_stages, RATE, num_microbatches)
@@ -51,7 +51,7 @@ def test_the_step_is_as_short_as_it_can_be(num_stages: int, num_microbatches: in
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_under_1f1b_a_step_takes_no_longer(num_stages: int) -> None:
+def test_step_estimate_bounds_1f1b_simulation(num_stages: int) -> None:
     cuts, total = _graph(0)
     for chosen in combinations(range(len(cuts)), num_stages - 1):
         stages = _stages(cuts, total, chosen)
@@ -61,7 +61,7 @@ def test_under_1f1b_a_step_takes_no_longer(num_stages: int) -> None:
             assert (0.98 if num == 64 else 0.75) < ratio < 1 + 1e-9
 
 
-def test_with_many_microbatches_the_slowest_stage_counts_and_with_few_what_is_sent() -> None:
+def test_microbatches_trade_slowest_stage_for_sent_bytes() -> None:
     # CutCandidate in the middle both stages take 60 seconds, 20 of them to send; in front of it 41.
     cuts = [CutCandidate("before", 35.0, 100), CutCandidate("middle", 40.0, 2000)]
     many = choose_cuts(cuts, 80.0, 2, RATE, 1000)
@@ -71,13 +71,13 @@ def test_with_many_microbatches_the_slowest_stage_counts_and_with_few_what_is_se
     assert choose_cuts(cuts, 80.0, 2, RATE, 2) == [0], "82 in all against 90"
 
 
-def test_operations_that_cost_nothing() -> None:
+def test_free_operations_can_be_cut() -> None:
     assert choose_cuts([CutCandidate("a", 0.0, 0), CutCandidate("b", 0.0, 0)], 0.0, 2, RATE, 4) == [
         0
     ]
 
 
-def test_only_allowed_stages() -> None:
+def test_only_allowed_stages_are_chosen() -> None:
     cuts, total = _graph(0)
 
     # The first of two stages ends after the third cut, or nowhere.
@@ -88,7 +88,7 @@ def test_only_allowed_stages() -> None:
         choose_cuts(cuts, total, 3, RATE, 4, allowed=allowed)
 
 
-def test_of_cuts_close_to_each_other_the_one_that_sends_least_is_kept() -> None:
+def test_thinning_keeps_cut_with_fewest_sent_bytes() -> None:
     cuts = [
         CutCandidate("a", 1.0, 5),
         CutCandidate("b", 1.0, 3),
@@ -120,7 +120,7 @@ def _loads(
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("placement", ["V", "loop"])
-def test_the_slowest_rank_is_nearly_as_fast_as_it_can_be(num_ranks: int, placement: str) -> None:
+def test_slowest_rank_is_within_2_percent_of_brute_force(num_ranks: int, placement: str) -> None:
     def rank_of(stage: int) -> int:
         mirrored = placement == "V" and stage >= num_ranks
         return 2 * num_ranks - 1 - stage if mirrored else stage % num_ranks
@@ -144,7 +144,7 @@ def test_the_slowest_rank_is_nearly_as_fast_as_it_can_be(num_ranks: int, placeme
     assert missed <= 1
 
 
-def test_a_rank_with_one_large_stage_gets_less_of_the_others() -> None:
+def test_rank_with_large_stage_gets_smaller_other_stage() -> None:
     """Sixteen equal operations, and one of four times their cost, in four stages in a V."""
     cuts = [CutCandidate(str(i), float(one), 1) for i, one in enumerate(range(1, 17))]
     ranks = [0, 1, 1, 0]

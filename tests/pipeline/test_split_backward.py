@@ -193,7 +193,7 @@ def _assert_same_bits(found: dict[str, Tensor | None], expected: dict[str, Tenso
 
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("name", STAGES)
-def test_gradients_have_the_bits_of_the_whole_pass(name: str, asks: bool) -> None:
+def test_split_gradients_are_bit_identical(name: str, asks: bool) -> None:
     expected = _Run(STAGES[name], asks=asks).whole()
     assert any(gradient is not None for gradient in expected.values())
     _assert_same_bits(_Run(STAGES[name], asks=asks).halves(), expected)
@@ -224,7 +224,7 @@ def test_matmuls_for_weights_are_in_the_second_half() -> None:
     assert first.matmuls == second.matmuls == 3
 
 
-def test_gradients_are_added_to_earlier_ones() -> None:
+def test_gradients_accumulate() -> None:
     whole, halves = _Run(_tied_layer), _Run(_tied_layer)
     for run in (whole, halves):
         for parameter in run.parameters.values():
@@ -232,7 +232,7 @@ def test_gradients_are_added_to_earlier_ones() -> None:
     _assert_same_bits(halves.halves(), whole.whole())
 
 
-def test_a_loss_is_differentiated_from_one() -> None:
+def test_loss_starts_from_gradient_one() -> None:
     run, other = _Run(_decay), _Run(_decay)
     other.gradients = [torch.ones(())]
     (handed,), waiting = backward_inputs(run.outputs, None, [run.received])
@@ -240,7 +240,7 @@ def test_a_loss_is_differentiated_from_one() -> None:
     _assert_same_bits(run._found(handed), other.whole())
 
 
-def test_a_hook_of_a_parameter_sees_the_whole_gradient_once() -> None:
+def test_parameter_hook_runs_once_with_whole_gradient() -> None:
     run, expected = _Run(_tied_layer), _Run(_tied_layer).whole()
     seen: dict[str, list[Tensor]] = {name: [] for name in run.parameters}
     for name, parameter in run.parameters.items():
@@ -252,7 +252,7 @@ def test_a_hook_of_a_parameter_sees_the_whole_gradient_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_graphs(seed: int) -> None:
+def test_random_graphs_are_bit_identical(seed: int) -> None:
     """Any operations on what was received and on parameters, in any order."""
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
@@ -288,7 +288,7 @@ class _Saved:
         self.tensor = tensor
 
 
-def test_memory_is_freed_as_the_halves_go() -> None:
+def test_each_half_frees_its_saved_tensors() -> None:
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: Tensor) -> _Saved:

@@ -53,7 +53,7 @@ def _layers(pipe: Pipe) -> list[set[str]]:
     return [{one.rpartition(".")[0] for one in info.parameters} for info in pipe.info().stages]
 
 
-def test_a_later_graph_is_cut_where_the_owners_change() -> None:
+def test_later_graph_is_cut_between_owners() -> None:
     module = Layers()
     owners = _first(module)
     x = torch.randn(4, 16)
@@ -68,7 +68,7 @@ def test_a_later_graph_is_cut_where_the_owners_change() -> None:
     assert before[0] == {"layers.0.weight", "layers.0.bias"}
 
 
-def test_a_parameter_that_is_used_later_gets_an_owner() -> None:
+def test_later_used_parameter_gets_owner() -> None:
     module = Layers()
     owners = _first(module)
     assert not any("extra.weight" in one for one in owners.names)
@@ -77,7 +77,7 @@ def test_a_parameter_that_is_used_later_gets_an_owner() -> None:
     assert ["extra.weight" in one for one in owners.names] == [False, True]
 
 
-def test_a_replica_stays_one_where_it_is_not_used() -> None:
+def test_unused_replica_is_kept() -> None:
     module = Layers()
     module.ties = True
     owners = _first(module)
@@ -89,7 +89,7 @@ def test_a_replica_stays_one_where_it_is_not_used() -> None:
     assert {"layers.0.weight", "layers.5.bias"} <= owners.parameters_of(1).keys()
 
 
-def test_another_order_of_the_layers_is_refused() -> None:
+def test_changed_layer_order_is_an_error() -> None:
     module = Layers()
     owners = _first(module)
     module.backwards = True
@@ -97,7 +97,7 @@ def test_another_order_of_the_layers_is_refused() -> None:
         pipeline(module, torch.ones(8, 16), split_policy=owners.policy())
 
 
-def test_marks_that_move_parameters_are_refused() -> None:
+def test_marks_that_move_parameters_are_an_error() -> None:
     module = Layers()
     owners = _first(module)
     before = owners.names
@@ -106,7 +106,7 @@ def test_marks_that_move_parameters_are_refused() -> None:
     assert owners.names == before
 
 
-def test_a_buffer_may_be_read_anywhere_but_not_where_another_rank_writes_it() -> None:
+def test_buffer_written_by_other_rank_is_an_error() -> None:
     module = Layers()
     module.counts_at = 0
     owners = _first(module)

@@ -50,7 +50,7 @@ def _planned(
     return planned, report
 
 
-def test_microbatches_that_a_stage_keeps() -> None:
+def test_number_of_microbatches_kept_by_stage() -> None:
     """Under 1F1B as many as stages follow, itself included, and never more than there are."""
     counts = [find_schedule("1F1B").num_in_flight(stage, 4, 8) for stage in range(4)]
     assert counts == [4, 3, 2, 1]
@@ -60,7 +60,7 @@ def test_microbatches_that_a_stage_keeps() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
-def test_schedules_of_several_stages_take_no_bytes(schedule: str) -> None:
+def test_relative_budget_with_multi_stage_schedule_is_an_error(schedule: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"budget=0.5 .*{schedule}"):
         check_schedule(0.5, find_schedule(schedule))
     check_schedule("min_cut", find_schedule(schedule))
@@ -69,7 +69,7 @@ def test_schedules_of_several_stages_take_no_bytes(schedule: str) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", ["min_cut", 0.8])
-def test_the_bits_of_the_stage(budget: Budget) -> None:
+def test_planned_stage_is_bit_identical(budget: Budget) -> None:
     """Several microbatches forward before the first one goes back, as in a pipeline."""
     stage = _stage()
     planned, report = _planned(stage, budget, NUM_MICROBATCHES)
@@ -90,7 +90,7 @@ def test_the_bits_of_the_stage(budget: Budget) -> None:
 
 
 @pytest.mark.slow
-def test_what_more_microbatches_take() -> None:
+def test_each_microbatch_adds_its_saved_bytes() -> None:
     """The same plan: each additional microbatch adds the bytes that it saves."""
     peaks = [_planned(_stage(), "min_cut", count)[1] for count in (1, 2, 4)]
     steps = [second.peak_bytes - first.peak_bytes for first, second in itertools.pairwise(peaks)]
@@ -100,7 +100,7 @@ def test_what_more_microbatches_take() -> None:
 
 
 @pytest.mark.slow
-def test_fewer_bytes_for_more_microbatches() -> None:
+def test_more_microbatches_recompute_within_same_limit() -> None:
     """One limit is kept for one microbatch without running anything again, and not for four."""
     stage = _stage()
     _, alone = _planned(stage, 1.0, 1)
@@ -111,13 +111,13 @@ def test_fewer_bytes_for_more_microbatches() -> None:
     assert four.peak_bytes <= limit and sum(four.recomputed.values()) > 0
 
 
-def test_a_budget_below_the_floor_names_it() -> None:
+def test_budget_below_minimum_error_has_minimum() -> None:
     with pytest.raises(
         ValueError, match=r"Stage 1 keeps 4 microbatches .* smallest achievable peak .* bytes"
     ):
         _planned(_stage(), 1024, NUM_MICROBATCHES)
 
 
-def test_a_float_leads_from_the_smallest_peak_to_that_without_it() -> None:
+def test_relative_budget_spans_smallest_to_default_peak() -> None:
     least, half, whole = (_planned(_stage(), each, 4)[1].peak_bytes for each in ("min", 0.5, 1.0))
     assert least <= half <= least + 0.5 * (whole - least) < whole

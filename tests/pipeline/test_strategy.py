@@ -86,7 +86,7 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("case", [*CASES, "resumed"])
-def test_the_training_of_one_device(case: str, runs: Runs) -> None:
+def test_training_matches_one_device(case: str, runs: Runs) -> None:
     expected = runs.found(1, case)
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, case, rank)
@@ -105,7 +105,7 @@ def test_the_training_of_one_device(case: str, runs: Runs) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("case", [*CASES, "resumed", "gpt-step=5"])
-def test_the_checkpoint_of_one_device(case: str, runs: Runs) -> None:
+def test_checkpoint_matches_one_device(case: str, runs: Runs) -> None:
     expected, found = runs.checkpoint(1, case), runs.checkpoint(NUM_RANKS, case)
     assert found.keys() == expected.keys()
     assert found["state_dict"].keys() == expected["state_dict"].keys()
@@ -122,7 +122,7 @@ def test_the_checkpoint_of_one_device(case: str, runs: Runs) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_the_memory_of_what_others_own_is_freed(runs: Runs) -> None:
+def test_memory_of_other_ranks_parameters_is_freed(runs: Runs) -> None:
     """Parameters, gradients and the state of AdamW, after every step."""
     for case in CASES:
         found = [runs.found(NUM_RANKS, case, rank)["memory"] for rank in range(NUM_RANKS)]
@@ -157,7 +157,7 @@ def test_the_memory_of_what_others_own_is_freed(runs: Runs) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_freeing_changes_nothing(runs: Runs) -> None:
+def test_freeing_memory_changes_no_result(runs: Runs) -> None:
     found, kept = runs.found(NUM_RANKS, "gpt"), runs.found(NUM_RANKS, KEPT)
     assert found["losses"] == kept["losses"]
     assert found["metrics"] == kept["metrics"]
@@ -168,7 +168,7 @@ def test_freeing_changes_nothing(runs: Runs) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_mixed_precision(runs: Runs) -> None:
+def test_mixed_precision_is_close_to_one_device(runs: Runs) -> None:
     """The gradients of microbatches are rounded one by one."""
     found, expected = runs.found(NUM_RANKS, MIXED)["losses"], runs.found(1, MIXED)["losses"]
     assert found == pytest.approx(expected, rel=2e-3)
@@ -178,7 +178,7 @@ def test_mixed_precision(runs: Runs) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_training_goes_on_where_the_other_stopped(runs: Runs) -> None:
+def test_runs_resume_each_others_checkpoints(runs: Runs) -> None:
     """The resumed runs were given each other's checkpoints and agree with a longer first run."""
     first = runs.found(1, "gpt")["losses"]
     assert len(runs.found(1, "resumed")["losses"]) == len(first)
@@ -189,7 +189,7 @@ def test_training_goes_on_where_the_other_stopped(runs: Runs) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("raises", 1)])
-def test_the_end_of_one_rank_ends_all(how: str, code: int, tmp_path: Path) -> None:
+def test_failure_of_one_rank_ends_all(how: str, code: int, tmp_path: Path) -> None:
     codes, outputs = codes_of_ranks(
         "tests.pipeline.pipeline_run", tmp_path, "2", "-", how, timeout=120
     )
@@ -204,7 +204,7 @@ def _loader() -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(_points(), batch_size=16)
 
 
-def test_one_rank_trains_as_without(one_rank: dict[str, Any]) -> None:
+def test_one_rank_matches_default_strategy(one_rank: dict[str, Any]) -> None:
     losses = []
     for strategy in ("auto", PipelineStrategy("GPipe", num_microbatches=2)):
         pl.seed_everything(1, verbose=False)
@@ -229,7 +229,7 @@ class Order(pl.Callback):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_data_are_shuffled_if_the_loader_does(shuffle: bool, one_rank: dict[str, Any]) -> None:
+def test_data_are_shuffled_like_the_loader(shuffle: bool, one_rank: dict[str, Any]) -> None:
     order = Order()
     trainer = pl.Trainer(
         strategy=PipelineStrategy("GPipe", num_microbatches=2),
@@ -336,7 +336,7 @@ class Logs(Noisy):
         (Groups, 5, ValueError, "a batch of 5 samples cannot be divided"),
     ],
 )
-def test_what_cannot_be_pipelined_is_refused(
+def test_unpipelinable_module_is_an_error(
     module: type[pl.LightningModule],
     size: int,
     error: type[Exception],
@@ -363,7 +363,7 @@ def test_what_cannot_be_pipelined_is_refused(
         (Logs, "forward", "Log tensors, numbers and metrics only"),
     ],
 )
-def test_what_cannot_be_captured_is_refused(
+def test_uncapturable_module_is_an_error(
     module: type[pl.LightningModule], capture: str, match: str, one_rank: dict[str, Any]
 ) -> None:
     strategy = PipelineStrategy("GPipe", num_microbatches=2, capture=capture)
@@ -396,7 +396,7 @@ class CountsAndUsesParts(Groups):
 
 
 @pytest.mark.slow
-def test_a_step_does_once_for_a_batch_what_it_does_beside_its_graph(
+def test_side_effects_of_step_happen_once_per_batch(
     one_rank: dict[str, Any],
 ) -> None:
     module = CountsAndUsesParts()
@@ -455,9 +455,7 @@ class Locked(nn.Module):
 
 
 @pytest.mark.parametrize("capture", ["step", "forward"])
-def test_a_module_that_sets_itself_up_in_its_first_call(
-    capture: str, one_rank: dict[str, Any]
-) -> None:
+def test_module_with_setup_in_first_call(capture: str, one_rank: dict[str, Any]) -> None:
     module, plain = Installs(), Installs()
     plain.load_state_dict(module.state_dict())
     recorders = [Recorder(), Recorder()]
@@ -488,7 +486,7 @@ class Towers(nn.Module):
         (PrintsAndCompares, r"`print`.*towers\..* compares each sample.*Besides, .*calls no"),
     ],
 )
-def test_why_neither_the_step_nor_a_module_is_a_pipeline(
+def test_error_if_neither_step_nor_module_can_be_pipelined(
     module: type[pl.LightningModule], match: str, one_rank: dict[str, Any]
 ) -> None:
     trainer = pl.Trainer(strategy=PipelineStrategy("GPipe", num_microbatches=2), **one_rank)
@@ -499,7 +497,7 @@ def test_why_neither_the_step_nor_a_module_is_a_pipeline(
         trainer.fit(module(), _loader(), _loader())
 
 
-def test_a_step_that_is_no_graph_runs_around_forward(one_rank: dict[str, Any]) -> None:
+def test_step_with_graph_break_pipelines_only_forward(one_rank: dict[str, Any]) -> None:
     recorder = Recorder()
     module = Noisy()
     before = module.head.weight.detach().clone()
@@ -525,16 +523,16 @@ def test_a_step_that_is_no_graph_runs_around_forward(one_rank: dict[str, Any]) -
         ({"timeout": 0}, "timeout=0"),
     ],
 )
-def test_bad_arguments(options: dict[str, Any], match: str) -> None:
+def test_bad_strategy_arguments_are_an_error(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         PipelineStrategy(**{"num_microbatches": 2, **options})
 
 
-def test_the_strategy_has_a_name() -> None:
+def test_strategy_is_registered_by_name() -> None:
     assert isinstance(StrategyRegistry.get("pipeline"), PipelineStrategy)
 
 
-def test_results_of_microbatches_are_put_together() -> None:
+def test_microbatch_results_are_joined() -> None:
     batch = {"x": torch.arange(6.0), "mask": torch.ones(2), "name": "a"}
     parts = split_evenly(batch, 3)
     assert [one["x"].tolist() for one in parts] == [[0, 1], [2, 3], [4, 5]]

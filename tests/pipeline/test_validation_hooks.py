@@ -35,7 +35,7 @@ DESCRIBES: dict[str, Callable[[nn.Linear], Any]] = {
 
 
 @pytest.mark.parametrize("name", [*READS, *DESCRIBES])
-def test_what_counts_as_read(name: str) -> None:
+def test_parameter_reads_are_detected(name: str) -> None:
     layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.load_state_dict(layer.state_dict())
     watch, another = Watch(layer), Watch(nn.Linear(4, 4))
@@ -78,7 +78,7 @@ class Swaps(pl.Callback):
         (Plain(), [Swaps()], True),
     ],
 )
-def test_whose_hooks_may_read(module: Any, callbacks: list[Any], expected: bool) -> None:
+def test_hooks_that_may_read_weights(module: Any, callbacks: list[Any], expected: bool) -> None:
     assert has_validation_hooks(module, callbacks) == expected
 
 
@@ -86,7 +86,7 @@ def test_whose_hooks_may_read(module: Any, callbacks: list[Any], expected: bool)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["merged", "swapped", "watched", "first rank"])
-def test_a_validation_whose_hooks_change_weights(case: str, tmp_path: Path) -> None:
+def test_validation_hooks_that_change_weights(case: str, tmp_path: Path) -> None:
     found = {}
     for count in (1, 2):
         folder = tmp_path / str(count)

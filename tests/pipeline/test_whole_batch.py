@@ -66,7 +66,7 @@ def _is_close(found: Tensor, expected: Tensor, size: Tensor | None = None) -> bo
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("loss", FOLLOW)
-def test_the_plain_modules_loss_or_a_warning(loss: str) -> None:
+def test_loss_matches_plain_module_or_warns(loss: str) -> None:
     torch.manual_seed(1)
     module = Module(Losing(FOLLOW[loss]))
     plain = copy.deepcopy(module)
@@ -83,7 +83,7 @@ def test_the_plain_modules_loss_or_a_warning(loss: str) -> None:
         assert _is_close(gradient, other, size)
 
 
-def test_weights_are_needed() -> None:
+def test_unweighted_mean_differs_from_batch_loss() -> None:
     """Means of these microbatches, some without a target, are not the loss of the batch."""
     for loss in WEIGHTED:
         torch.manual_seed(1)
@@ -94,27 +94,27 @@ def test_weights_are_needed() -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("loss", ["root", "dice", "contrastive", "pseudo labels"])
-def test_what_couples_the_samples_is_reported(loss: str) -> None:
+def test_loss_that_couples_samples_is_reported(loss: str) -> None:
     function, reason = COUPLED[loss]
     _, (said,) = _train(Module(Losing(function)), batch())
     assert reason in said
 
 
-def test_a_batch_without_targets_is_as_it_is() -> None:
+def test_batch_without_targets_gives_nan_loss() -> None:
     of_batch = batch()
     of_batch["labels"].fill_(-100)
     found, said = _train(Module(Losing(FOLLOW["tokens"])), of_batch)
     assert found.isnan() and not said
 
 
-def test_one_microbatch_is_the_batch() -> None:
+def test_one_microbatch_matches_batch() -> None:
     module = Module(Losing(FOLLOW["sum"]))
     expected = module(batch())
     found, said = _train(module, batch(), 1)
     assert torch.equal(found, expected) and not said
 
 
-def test_forward_passes_are_weighted_too() -> None:
+def test_forward_only_losses_are_weighted() -> None:
     module = Module(Losing(FOLLOW["tokens"]))
     part = split_evenly(batch(), COUNT)[0]
     pipe = pipeline(module, (part,), split_spec={"step.second": SplitPoint.BEGINNING})
@@ -135,6 +135,6 @@ class FixedSize(nn.Module):
         return F.mse_loss(self.step["second"](hidden), x)
 
 
-def test_a_module_of_a_fixed_batch_size_is_reported() -> None:
+def test_fixed_batch_size_is_reported() -> None:
     _, (said,) = _train(FixedSize(), torch.randn(8, 4))
     assert "cannot be captured for a batch of another size" in said

@@ -108,9 +108,7 @@ def actions_of(module: nn.Module) -> dict[str, Action]:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("update", AVERAGES.values(), ids=AVERAGES)
-def test_an_average_leaves_the_plan_as_it_is(
-    update: Foreach, untouched: dict[str, ParameterPlan]
-) -> None:
+def test_averages_do_not_change_plan(update: Foreach, untouched: dict[str, ParameterPlan]) -> None:
     structure = structure_of(Taught(update), X)
     plans = plan_parameters(structure, init_weights=True)
     assert plans == untouched
@@ -120,13 +118,13 @@ def test_an_average_leaves_the_plan_as_it_is(
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("update", OTHERS.values(), ids=OTHERS)
-def test_other_updates_leave_the_weights_alone(update: Foreach) -> None:
+def test_weights_with_other_updates_are_not_scaled(update: Foreach) -> None:
     actions = actions_of(Taught(update))
     assert actions["teacher.0.weight"] == actions["student.0.weight"] == "left"
 
 
 @pytest.mark.parametrize("name", ["data", "lerp_", "foreach"])
-def test_an_average_that_nothing_else_reads_has_the_scale_of_its_source(name: str) -> None:
+def test_unread_average_has_scale_of_its_source(name: str) -> None:
     plans = plans_of(Taught(AVERAGES[name], reads=False))
     for fqn, plan in plans.items():
         if fqn.startswith("teacher"):
@@ -145,19 +143,19 @@ class Returned(Taught):
         return super().forward(x), self.teacher[0].weight * 2
 
 
-def test_what_is_added_up_has_one_scale() -> None:
+def test_averaged_weights_share_one_scale() -> None:
     actions = actions_of(ReadElsewhere(AVERAGES["lerp_"]))
     assert actions["student.0.weight"] == actions["teacher.0.weight"] == "left"
     assert actions["student.2.weight"] == actions["teacher.2.weight"] == "scaled"
 
 
-def test_a_multiple_that_leaves_the_step_is_no_average() -> None:
+def test_returned_multiple_is_not_an_average() -> None:
     assert actions_of(Returned())["teacher.0.weight"] == "left"
 
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["foreach lerp", "lerp_", "copy_", "out", "views"])
-def test_the_model_is_the_one_that_is_averaged_between_steps(name: str) -> None:
+def test_averaging_inside_step_matches_between_steps(name: str) -> None:
     """The first average of two equal tensors is that tensor, so that both begin alike."""
     inside, between = unit_scale(Taught(AVERAGES[name])), unit_scale(Taught())
     between.update = AVERAGES[name]  # type: ignore[assignment]

@@ -51,7 +51,7 @@ class Noisy(nn.Module):
         return self.head(h).square().mean()
 
 
-def test_the_rehearsals_leave_no_trace() -> None:
+def test_rehearsals_have_no_side_effects() -> None:
     module, x = Noisy(), torch.randn(8, W)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     given, random_state = x.clone(), torch.get_rng_state()
@@ -67,7 +67,7 @@ def test_the_rehearsals_leave_no_trace() -> None:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_what_a_step_writes_into_its_weights_is_undone(breaks: bool) -> None:
+def test_weight_writes_of_rehearsal_are_undone(breaks: bool) -> None:
     def clipped(module: Of, x: Tensor) -> Tensor:  # as the critic of a WGAN is
         with torch.no_grad():
             module[0].weight.clamp_(-0.01, 0.01)
@@ -84,12 +84,12 @@ def test_what_a_step_writes_into_its_weights_is_undone(breaks: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_the_same_for_any_batch() -> None:
+def test_plan_does_not_depend_on_batch() -> None:
     module = GPT(32, 1)
     assert plan(module, tokens()).parameters == plan(module, tokens(8, 2)).parameters
 
 
-def test_what_the_first_run_fills_in_is_waited_for() -> None:
+def test_caches_filled_in_first_run_are_planned_after() -> None:
     class Caching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -113,7 +113,7 @@ def test_what_the_first_run_fills_in_is_waited_for() -> None:
     IS_TORCH_2_11,
     reason="until torch 2.11 Dynamo does not see that an attribute of a class has changed",
 )
-def test_a_step_that_is_never_the_same_is_refused() -> None:
+def test_step_with_other_graphs_in_each_run_is_an_error() -> None:
     calls: list[int] = []
 
     class Restless(nn.Module):
@@ -131,7 +131,7 @@ def test_a_step_that_is_never_the_same_is_refused() -> None:
         plan(Restless(), torch.randn(4, W))
 
 
-def test_a_scaled_step_that_runs_its_graphs_too_often_is_ended(
+def test_scaled_step_with_too_many_graph_calls_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A solver takes any number of steps for weights at RMS 1; here a single one is too many."""
@@ -142,7 +142,7 @@ def test_a_scaled_step_that_runs_its_graphs_too_often_is_ended(
         plan(module, torch.randn(4, W))
 
 
-def test_a_branch_on_what_scaling_changes_is_refused() -> None:
+def test_branch_on_activation_size_is_an_error() -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -176,7 +176,7 @@ class FreshClass(nn.Module):
         return self.last(out.value * scale).square().mean()
 
 
-def test_a_graph_that_is_captured_again_in_every_call_is_one_graph() -> None:
+def test_graph_recaptured_in_every_call_counts_once() -> None:
     module, x = FreshClass(), torch.randn(8, W)
     new, step = captured_forward(module, "test")
     found = plan_step(step, (x,), {}, RuleOptions(), RulePlan())
@@ -201,7 +201,7 @@ class Constant(nn.Module):
         return self.linear(x)[:, : self.size] * self.factor
 
 
-def test_graphs_are_the_same_if_they_compute_the_same_of_the_same() -> None:
+def test_same_graphs_are_recognized() -> None:
     x = torch.randn(8, W)
     first = _captured(Constant(2.0), x)
     assert is_same_graph(first, _captured(Constant(2.0), x))
@@ -217,7 +217,7 @@ def test_graphs_are_the_same_if_they_compute_the_same_of_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_another_step_keeps_what_was_decided() -> None:
+def test_second_step_keeps_earlier_decisions() -> None:
     module, inputs = GPT(32, 1), (tokens(),)
     first = plan(module, *inputs)
     other = RulePlan(
@@ -232,7 +232,7 @@ def test_another_step_keeps_what_was_decided() -> None:
     assert both.parameters == first.parameters
 
 
-def test_a_parameter_at_unit_scale_must_not_be_read_by_the_unknown_later() -> None:
+def test_later_unknown_read_of_scaled_parameter_is_an_error() -> None:
     module = nn.Linear(W, W)
     known = plan(Of(lambda m, x: m[0](x).square().mean(), module), torch.randn(4, W))
     other = Of(lambda m, x: m[0](x).mean() + torch.linalg.svdvals(m[0].weight).sum(), module)
@@ -263,7 +263,7 @@ def test_a_step_that_merges_into_a_weight_at_unit_scale() -> None:
     assert "An adapter that is not merged into its layer computes the same" in str(e.value)
 
 
-def test_a_bias_learns_the_factor_on_what_it_is_added_to() -> None:
+def test_bias_has_output_scale_of_its_matmul() -> None:
     found = plan(Of(lambda m, x: m[1](m[0](x)).mean(), nn.Linear(W, 8), nn.Linear(8, 4)),
                  torch.randn(4, W))  # fmt: skip
     infos = {fqn: param.info for fqn, param in found.parameters.items()}
@@ -273,7 +273,7 @@ def test_a_bias_learns_the_factor_on_what_it_is_added_to() -> None:
 
 
 @pytest.mark.slow
-def test_it_plans_without_gradients_too() -> None:
+def test_plan_without_gradients_is_the_same() -> None:
     module, inputs = MODELS["gpt"]()
     with torch.no_grad():
         found = plan(module, *inputs)

@@ -19,7 +19,7 @@ def _function(m: nn.ModuleList, x: Tensor) -> Tensor:
     return m[2](h).square().mean() + torch.linalg.svdvals(m[1].weight).sum()
 
 
-def test_the_report() -> None:
+def test_report_lists_operations_and_parameters() -> None:
     torch.manual_seed(1)
     scaled = unit_scale(Of(_function, nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(9, 4)))
     assert "The rules have seen no step yet." in scaled.explain()
@@ -47,7 +47,7 @@ def test_the_report() -> None:
     assert "No graph breaks." in report
 
 
-def test_ties_are_reported() -> None:
+def test_tied_weights_are_reported() -> None:
     scaled = unit_scale(GPT(32, 1, is_tied=True))
     scaled(tokens())
     (row,) = (line for line in scaled.explain().splitlines() if line.startswith("tokens.weight"))
@@ -83,7 +83,7 @@ class Partly(nn.Module):
 @pytest.mark.slow_cases
 @pytest.mark.filterwarnings("ignore:.*a recurrent kernel, whose matmuls are inside")
 @pytest.mark.parametrize("is_hidden", [False, True])
-def test_no_parameter_and_no_attention_is_missing(is_hidden: bool) -> None:
+def test_report_has_every_parameter_and_attention(is_hidden: bool) -> None:
     scaled = unit_scale(Partly(is_hidden))
     x = torch.randn(2, 4, 8)
     scaled(x)
@@ -109,5 +109,5 @@ def test_no_parameter_and_no_attention_is_missing(is_hidden: bool) -> None:
         assert torch.equal(first, other)
 
 
-def test_a_plan_alone_can_be_reported() -> None:
+def test_empty_plan_can_be_reported() -> None:
     assert coverage_report(RulePlan()) == "The rules have seen no step yet."

@@ -27,7 +27,7 @@ def _mlp() -> Of:
     )
 
 
-def test_a_perceptron_written_out() -> None:
+def test_perceptron_matches_hand_written_scaling() -> None:
     torch.manual_seed(4)
     scaled = unit_scale(_mlp())
     torch.manual_seed(5)
@@ -43,7 +43,7 @@ def test_a_perceptron_written_out() -> None:
     assert all(0.5 < rms(param.grad) < 2 for param in scaled.parameters())
 
 
-def test_activation_and_loss_mults() -> None:
+def test_activation_and_loss_mults_match_hand_written_scaling() -> None:
     scaled = unit_scale(_mlp(), activation_mult=0.5, loss_mult=3.0)
     torch.manual_seed(5)
     loss = scaled(X)
@@ -76,7 +76,7 @@ def test_factors_of_matmuls() -> None:
 
 
 @pytest.mark.slow
-def test_a_sum_of_two_embeddings() -> None:
+def test_sum_of_two_embeddings_has_factor() -> None:
     scaled = unit_scale(GPT(W, 1))
     scaled(tokens())
     decision = decisions_of(scaled)["add"]
@@ -94,7 +94,7 @@ def test_a_sum_of_two_embeddings() -> None:
         lambda m, a: m[0](a) - 1,
     ],
 )
-def test_adds_that_are_left_alone(function: Any) -> None:
+def test_adds_without_factors(function: Any) -> None:
     scaled = unit_scale(Of(function, nn.Linear(W, 8), nn.Linear(8, 8)))
     scaled(X)
     assert not any(
@@ -102,7 +102,7 @@ def test_adds_that_are_left_alone(function: Any) -> None:
     )
 
 
-def test_matmuls_by_element_are_left_alone() -> None:
+def test_elementwise_products_get_no_factor() -> None:
     scaled = unit_scale(
         Of(lambda m, a: m[2](F.silu(m[0](a)) * m[1](a)), *(nn.Linear(W, W) for _ in range(3)))
     )
@@ -115,7 +115,7 @@ def test_matmuls_by_element_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_keeps_its_value_and_ignores_what_it_is_told_to(reduction: str) -> None:
+def test_loss_keeps_its_value_and_ignore_index(reduction: str) -> None:
     target = torch.tensor([1, -100, 2, -100, -100, 0, 3, -100])
 
     def loss(logits: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_a_loss_keeps_its_value_and_ignores_what_it_is_told_to(reduction: str) -
     assert torch.equal(gradient[target.view(2, 4) == -100], torch.zeros(4, 5))
 
 
-def test_a_bias_that_is_data_is_added_as_it_is() -> None:
+def test_bias_from_data_is_not_scaled() -> None:
     # Two matrices of the batch: nothing is learned, so the result is what is brought to RMS 1.
     a, b, addend = torch.randn(6, W), torch.randn(W, 9), 100 * torch.randn(6, 9)
     scaled = unit_scale(Of(lambda _, *given: torch.addmm(*given, alpha=0.5)))
@@ -154,7 +154,7 @@ def test_a_bias_that_is_data_is_added_as_it_is() -> None:
     torch.testing.assert_close(y, torch.addmm(addend, a, b, alpha=alpha))
 
 
-def test_a_matmul_whose_operands_are_not_independent_is_measured() -> None:
+def test_matmul_of_dependent_operands_is_measured() -> None:
     scaled = unit_scale(Of(lambda _, a: a @ a.mT))
     y = scaled(X[:6].expand(4, 6, W))
     assert rms(y) == pytest.approx(1.0, rel=0.4)
@@ -162,7 +162,7 @@ def test_a_matmul_whose_operands_are_not_independent_is_measured() -> None:
     assert single.origin == "calibrated" and "where the rule says" in single.reason
 
 
-def test_an_unknown_matmul_names_its_reason() -> None:
+def test_unknown_matmul_has_reason() -> None:
     scaled = unit_scale(Of(lambda _, a, b: torch.conv_tbc(a, b, torch.zeros(5)) * 1.0))
     scaled(torch.randn(7, 2, 4), torch.randn(3, 4, 5))
     (decision,) = decided(scaled, "conv_tbc")
@@ -170,7 +170,7 @@ def test_an_unknown_matmul_names_its_reason() -> None:
     assert decision.reason
 
 
-def test_unknown_scales_raise_if_the_user_says_so() -> None:
+def test_on_unknown_error_raises() -> None:
     module = Of(
         lambda m, a: m[1](torch.fft.rfft(m[0](a)).abs()), nn.Linear(W, W), nn.Linear(W // 2 + 1, 4)
     )
@@ -188,7 +188,7 @@ def test_unknown_scales_raise_if_the_user_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_an_ordinary_transformer_is_known_throughout() -> None:
+def test_transformer_needs_no_measurement() -> None:
     plans = []
     for on_unknown in ("calibrate", "keep", "error"):
         torch.manual_seed(3)
@@ -215,7 +215,7 @@ def test_an_ordinary_transformer_is_known_throughout() -> None:
         ),
     ],
 )
-def test_an_initial_state_is_of_known_scale(start: Any) -> None:
+def test_initial_state_needs_no_measurement(start: Any) -> None:
     def lstm(m: nn.ModuleList, x: Tensor) -> Tensor:
         h = c = start(x)
         for t in range(3):
@@ -247,7 +247,7 @@ def _filled(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "fill", [_filled, lambda x: torch.zeros(64, W).add_(torch.fft.fft(x).abs())]
 )
-def test_what_is_written_into_is_no_constant(fill: Any) -> None:
+def test_mutated_tensor_is_not_a_constant(fill: Any) -> None:
     module = Of(lambda m, x: m[0](fill(x)), nn.Linear(W, W))
     scaled = unit_scale(module)
     scaled(X)
@@ -261,7 +261,7 @@ def test_what_is_written_into_is_no_constant(fill: Any) -> None:
     ("make", "rms"),
     [(lambda x: torch.full_like(x, -3.0), 3.0), (lambda x: torch.rand_like(x), 3**-0.5)],
 )
-def test_a_matmul_of_what_the_step_makes_itself(make: Any, rms: float) -> None:
+def test_matmul_of_tensors_created_in_step(make: Any, rms: float) -> None:
     scaled = unit_scale(Of(lambda m, x: m[0](make(x)), nn.Linear(W, W)), on_unknown="error")
     scaled(X)
     ((argument,),) = (decision.arguments for decision in decided(scaled, "linear"))
@@ -269,7 +269,7 @@ def test_a_matmul_of_what_the_step_makes_itself(make: Any, rms: float) -> None:
 
 
 @pytest.mark.slow
-def test_an_operation_that_is_called_again_gets_its_own_decision() -> None:
+def test_repeated_operations_have_separate_decisions() -> None:
     scaled = unit_scale(LSTM(16))
     scaled(tokens(6))
     names = [name for name in decisions_of(scaled) if name.startswith("input.linear")]
@@ -277,7 +277,7 @@ def test_an_operation_that_is_called_again_gets_its_own_decision() -> None:
     assert {decisions_of(scaled)[name].output for name in names} == {0.25}
 
 
-def test_reads_names_what_is_behind_the_arguments() -> None:
+def test_reads_has_sources_of_arguments() -> None:
     def function(m: nn.ModuleList, x: Tensor) -> Tensor:
         h = m[0](x.view(8, -1, W)).tanh()
         return torch.cat([F.dropout(h, 0.5).mT.mT, h + 1], -1) @ m[1].weight.T
@@ -290,7 +290,7 @@ def test_reads_names_what_is_behind_the_arguments() -> None:
     assert reads["matmul"] == ("cat", "parts.1.weight")
 
 
-def test_a_far_operand_gets_its_factor_at_the_matmul() -> None:
+def test_operand_factor_is_applied_at_matmul() -> None:
     scaled = unit_scale(Of(lambda m, a: m[0](input=a * 8), nn.Linear(W, 4)))
     scaled(X / rms(X))
     (decision,) = decided(scaled, "linear")

@@ -85,7 +85,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @CASES
 @pytest.mark.parametrize("fold", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_exported_program_is_the_module(make: Any, fold: bool) -> None:
+def test_exported_program_matches_module(make: Any, fold: bool) -> None:
     module, x = trained(make)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with torch.no_grad():
@@ -113,7 +113,7 @@ print(float((found - expected).abs().max() / expected.abs().max()))
 
 
 @pytest.mark.slow
-def test_a_process_without_this_package_runs_it(tmp_path: Path) -> None:
+def test_exported_program_runs_without_this_package(tmp_path: Path) -> None:
     module, x = trained(Attention)
     program = torch.export.export(deploy(module, x), (x,))
     torch.export.save(program, tmp_path / "model.pt2")
@@ -131,7 +131,7 @@ def test_a_process_without_this_package_runs_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_mlp_folds_into_the_plain_module() -> None:
+def test_mlp_folds_into_plain_module() -> None:
     module, x = trained(mlp)
     kept, folded = deploy(module, x), deploy(module, x, fold=True)
     assert len(kept.unfolded) >= 3
@@ -143,7 +143,7 @@ def test_an_mlp_folds_into_the_plain_module() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_folded_is_reported_and_stays() -> None:
+def test_unfoldable_factors_are_kept_and_reported() -> None:
     module, x = trained(Attention)
     folded = deploy(module, x, fold=True)
     # The embedding is read twice, and the shares of the residual add belong to no weight.
@@ -156,7 +156,7 @@ def test_what_cannot_be_folded_is_reported_and_stays() -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("where", ["before", "between"])
-def test_a_weight_with_two_readers_keeps_its_factors(where: str) -> None:
+def test_weight_with_two_readers_is_not_folded(where: str) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -181,7 +181,7 @@ def test_a_weight_with_two_readers_keeps_its_factors(where: str) -> None:
     assert any("one" in value for value in folded.unfolded)
 
 
-def test_it_is_called_as_the_module_is() -> None:
+def test_deployed_module_has_same_call_signature() -> None:
     class Keywords(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -201,7 +201,7 @@ def test_it_is_called_as_the_module_is() -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("fold", [False, True])
-def test_a_lightning_module_after_a_fit(fold: bool) -> None:
+def test_deploy_lightning_module_after_fit(fold: bool) -> None:
     pl.seed_everything(2, verbose=False)
     module, x = Classifier(), torch.randn(6, 8)
     fit(module, callback_of("u-mup"), max_steps=8)
@@ -217,7 +217,7 @@ def test_a_lightning_module_after_a_fit(fold: bool) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_export_of_the_scaled_module_itself_names_deploy(strict: bool) -> None:
+def test_exporting_scaled_module_error_suggests_deploy(strict: bool) -> None:
     x = torch.randn(2, 16)
     never_called, called = unit_scale(mlp()), unit_scale(mlp())
     called(x)
@@ -229,7 +229,7 @@ def test_an_export_of_the_scaled_module_itself_names_deploy(strict: bool) -> Non
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_export_of_a_module_whose_function_is_its_own(strict: bool) -> None:
+def test_lossless_and_tracked_modules_can_be_exported(strict: bool) -> None:
     x = torch.randn(2, 16)
     plain = mlp()
     for module in (lossless_unit_scale(plain, x), track_scales(plain)):
@@ -237,7 +237,7 @@ def test_an_export_of_a_module_whose_function_is_its_own(strict: bool) -> None:
         assert relative_error(program.module()(x), plain(x)) < 1e-6
 
 
-def test_what_was_not_scaled_is_refused() -> None:
+def test_deploying_unscaled_module_is_an_error() -> None:
     x = torch.randn(2, 16)
     for module in (mlp(), unit_scale(mlp()), lossless_unit_scale(mlp(), x)):
         with pytest.raises(ValueError, match=r"not been unit-scaled by rules.*\. Expected .*\. "):
@@ -246,7 +246,7 @@ def test_what_was_not_scaled_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_forward_that_is_no_single_graph_is_refused() -> None:
+def test_deploying_forward_with_graph_break_is_an_error() -> None:
     class Breaking(nn.Module):
         def __init__(self) -> None:
             super().__init__()

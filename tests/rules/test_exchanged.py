@@ -58,7 +58,7 @@ CHANGES = [new_head, wider_head, new_weight, moved_layers]
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_the_model_is_the_one_with_that_layer_from_the_start(
+def test_exchanged_layer_matches_initial_layer(
     change: Callable[[Any], None], is_copied: bool
 ) -> None:
     late, early = Net(), Net()
@@ -78,7 +78,7 @@ def test_the_model_is_the_one_with_that_layer_from_the_start(
     assert_same_bits(late_scaled(X), unit_scale(early)(X))
 
 
-def test_a_layer_that_is_added_is_set_to_unit_scale() -> None:
+def test_added_layer_is_set_to_unit_scale() -> None:
     scaled: Any = unit_scale(Net())
     run(scaled, X)
     decided = scaled.head.weight.detach().clone()
@@ -94,7 +94,7 @@ def rms(tensor: Tensor) -> float:
     return float(tensor.detach().square().mean().sqrt())
 
 
-def test_a_copy_of_the_old_weight_stays_as_it_is() -> None:
+def test_copy_of_old_weight_is_not_rescaled() -> None:
     scaled: Any = unit_scale(Net())
     before = run(scaled, X)
     scaled.zero_grad()
@@ -105,7 +105,7 @@ def test_a_copy_of_the_old_weight_stays_as_it_is() -> None:
     assert_same_bits(after, before)
 
 
-def test_layers_that_change_places_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_layers_are_not_replanned(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: Any = unit_scale(Net())
     run(scaled, X)
     head, other = scaled.head, nn.Linear(16, 4)
@@ -119,7 +119,7 @@ def test_layers_that_change_places_are_not_planned_again(monkeypatch: pytest.Mon
     assert_same_bits([one.weight.detach() for one in (head, other)], weights)
 
 
-def test_the_record_goes_along_with_a_pickled_module() -> None:
+def test_record_is_pickled_with_module() -> None:
     record, net, file = PlannedParameters(), Net(), io.BytesIO()
     scaled: Any = unit_scale(net)
     run(scaled, X)
@@ -134,7 +134,7 @@ def test_the_record_goes_along_with_a_pickled_module() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-def test_a_traced_layer_is_known_again() -> None:
+def test_traced_layer_is_recognized() -> None:
     net = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)))
     record, plan = PlannedParameters(), RulePlan()
     assert record.find_exchanged(net, plan) == record.find_exchanged(net, plan) == []

@@ -28,7 +28,7 @@ def _named(flow: Flow, op: str) -> list[fx.Node]:
     ]
 
 
-def test_order_sources_and_readers() -> None:
+def test_flow_has_order_sources_and_readers() -> None:
     flow = flow_of(Of(lambda m, x: m[0](x).relu() + x, nn.Linear(4, 4)), torch.randn(2, 4))
     (linear,), (relu,), (add,) = (_named(flow, value) for value in ("linear", "relu", "add"))
     assert flow.order(linear) < flow.order(relu) < flow.order(add)
@@ -40,7 +40,7 @@ def test_order_sources_and_readers() -> None:
     assert [numel(source) for source in flow.sources(add)] == [8, 8]
 
 
-def test_a_graph_break_is_no_border() -> None:
+def test_flow_continues_over_graph_breaks() -> None:
     def function(m: nn.ModuleList, x: Tensor) -> Tensor:
         h = m[0](x).tanh()
         torch._dynamo.graph_break()
@@ -58,7 +58,7 @@ def test_a_graph_break_is_no_border() -> None:
     assert flow.is_learned(add) and not flow.is_learned(flow.sources(first)[0])
 
 
-def test_one_parameter_is_one_tensor_in_all_graphs() -> None:
+def test_parameter_is_same_tensor_in_all_graphs() -> None:
     linear = nn.Linear(4, 4)
 
     def function(m: nn.ModuleList, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def test_one_parameter_is_one_tensor_in_all_graphs() -> None:
     assert flow.parameter_of(weight) == "parts.0.weight"
 
 
-def test_into_checkpoints_and_out_of_them() -> None:
+def test_flow_enters_and_leaves_checkpoints() -> None:
     def function(m: nn.ModuleList, x: Tensor) -> Tensor:
         h = m[0](x)
         inner = checkpoint(
@@ -91,7 +91,7 @@ def test_into_checkpoints_and_out_of_them() -> None:
     assert flow.parameter_of(flow.sources(inner)[1]) == "parts.1.weight"
 
 
-def test_seen_through_what_only_hands_on() -> None:
+def test_root_looks_through_views_and_casts() -> None:
     def function(m: nn.ModuleList, x: Tensor) -> Tensor:
         q, k, _ = m[0](x).view(2, 5, 3, 4).unbind(2)
         h = F.dropout(q[:, 1:].transpose(0, 1).contiguous().to(torch.float64), 0.5).float()
@@ -108,7 +108,7 @@ def test_seen_through_what_only_hands_on() -> None:
     assert handed_on(mean) is None
 
 
-def test_learned_needs_no_gradient() -> None:
+def test_frozen_parameters_are_learned() -> None:
     linear = nn.Linear(4, 4).requires_grad_(False)
     flow = flow_of(Of(lambda m, x: m[0](x) + x.square(), linear), torch.randn(2, 4))
     (linear_node,), (square,), (add,) = (_named(flow, x) for x in ("linear", "square", "add"))
@@ -116,7 +116,7 @@ def test_learned_needs_no_gradient() -> None:
     assert not flow.is_learned(square)
 
 
-def test_float_arguments_with_their_places() -> None:
+def test_float_arguments_have_positions() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.cat([x, torch.arange(4), x.relu()]).where(x.sum() > 0, other=x.new_zeros(10))
 
@@ -141,12 +141,12 @@ def test_float_arguments_with_their_places() -> None:
         lambda x: torch.ops.aten._safe_softmax(x, -1),
     ],
 )
-def test_every_softmax_is_one(function: object) -> None:
+def test_every_softmax_form_is_recognized(function: object) -> None:
     nodes = captured(function, torch.randn(3, 4)).graph.nodes
     assert [is_softmax(node) for node in nodes].count(True) == 1
 
 
-def test_attention_is_no_softmax() -> None:
+def test_attention_is_not_a_softmax() -> None:
     x = torch.randn(1, 2, 5, 4)
     nodes = captured(lambda a: F.scaled_dot_product_attention(a, a, a), x).graph.nodes
     (node,) = (node for node in nodes if node.op.startswith("call"))

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["", "first", "second"])
-def test_the_parts_keep_their_factors(place: str) -> None:
+def test_graph_parts_keep_their_factors(place: str) -> None:
     scaled = unit_scale(Net())
     before = run(scaled, X)
     scaled.get_submodule(place).breaks = True  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_scaled_weight_that_is_read_outside_of_graphs(trains: bool) -> None:
+def test_scaled_weight_read_outside_graphs_is_an_error(trains: bool) -> None:
     scaled = unit_scale(Normed())
     run(scaled, X)
     # Without a momentum, it reads the number of batches by ``float()``.
@@ -96,7 +96,7 @@ class Penalized(nn.Module):
         return loss
 
 
-def test_the_error_names_the_users_line_and_what_to_do() -> None:
+def test_error_has_user_line_and_solution() -> None:
     with pytest.raises(CaptureError) as caught:
         unit_scale(Penalized())(X.clone().requires_grad_())
     text = str(caught.value)
@@ -115,7 +115,7 @@ def _plan(*names: str, output: float) -> RulePlan:
     return RulePlan(decisions)
 
 
-def test_a_part_that_fits_several_decisions_is_refused() -> None:
+def test_ambiguous_graph_part_is_an_error() -> None:
     plan = _plan("block.add", "block.add@1", output=0.5)
     assert plan.find("forward", "block.add@1", ("add", ("x", ""))) is not None
     with pytest.raises(CaptureError, match=r"block.add may be any of 2 operations"):
@@ -123,7 +123,7 @@ def test_a_part_that_fits_several_decisions_is_refused() -> None:
     assert _plan("block.add", output=0.5).find("forward", "block.add@2", ("mul", ("", ""))) is None
 
 
-def test_parts_without_factors_are_alike() -> None:
+def test_parts_without_factors_are_not_ambiguous() -> None:
     """Why an operation has none does not matter, such as that of ``detach`` in two branches."""
     decisions = {
         f"forward:detach{number}": Decision("detach", ("x",), origin, origin)

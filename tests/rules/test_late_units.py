@@ -182,7 +182,7 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", RECURRENT)
-def test_zero_states_cost_no_second_run(name: str) -> None:
+def test_zero_states_need_no_second_run(name: str) -> None:
     module, scaled = planned(RECURRENT[name], STEPS)
     count = len(operands_of(module, batches(1, STEPS)[0]))
     optimizer = torch.optim.SGD(scaled.parameters(), lr=1e-3)
@@ -228,7 +228,7 @@ def test_first_values_give_units_and_first_gradients_are_at_rms_1(name: str) -> 
 
 
 @pytest.mark.slow
-def test_what_gets_a_unit_costs_no_second_run_for_what_stays_zero() -> None:
+def test_new_units_need_no_second_run_for_zero_tensors() -> None:
     def make() -> nn.Module:
         module = RECURRENT["gru"]()
         nn.init.zeros_(module.head.weight)
@@ -246,7 +246,7 @@ def test_what_gets_a_unit_costs_no_second_run_for_what_stays_zero() -> None:
 
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("name", LATE)
-def test_late_factors_are_those_of_every_accumulated_batch(name: str) -> None:
+def test_late_factors_apply_to_all_accumulated_batches(name: str) -> None:
     _, scaled = planned(LATE[name])
     optimizer = torch.optim.SGD(scaled.parameters(), lr=1e-2)
     first, *parts = batches(4)
@@ -275,7 +275,7 @@ def _at_the_first_gradient() -> tuple[nn.Module, Tensor]:
     return scaled, batches(1)[0]
 
 
-def test_a_backward_pass_that_fails_leaves_the_next_one_alone() -> None:
+def test_failed_backward_pass_does_not_affect_next() -> None:
     scaled, x = _at_the_first_gradient()
 
     def fail(_: Tensor) -> None:
@@ -291,7 +291,7 @@ def test_a_backward_pass_that_fails_leaves_the_next_one_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_a_gradient_that_is_differentiated_again_keeps_its_value() -> None:
+def test_create_graph_gradient_keeps_its_value() -> None:
     scaled, x = _at_the_first_gradient()
     other = copy.deepcopy(scaled)
     scaled(x).backward(create_graph=True)
@@ -303,7 +303,7 @@ def test_a_gradient_that_is_differentiated_again_keeps_its_value() -> None:
     assert abs(math.log2(rms(scaled.a.weight.grad))) < 0.6
 
 
-def test_gradients_that_are_returned_change_no_stored_one() -> None:
+def test_autograd_grad_does_not_change_stored_gradients() -> None:
     scaled, x = _at_the_first_gradient()
     stored = torch.full_like(scaled.a.weight, math.nan)
     scaled.a.weight.grad = stored.clone()
@@ -328,7 +328,7 @@ def test_late_units_in_a_checkpoint() -> None:
     "wrap", [simulate_fp8, track_scales, copy.deepcopy], ids=["fp8", "tracked", "copied"]
 )
 @pytest.mark.parametrize("name", ["lora", "zero residual"])
-def test_late_units_beside_other_transforms(
+def test_late_units_with_other_transforms(
     name: str, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     torch.manual_seed(1)

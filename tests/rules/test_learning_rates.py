@@ -63,13 +63,13 @@ def relative_difference(first: Tensor, second: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", INVARIANT)
-def test_the_family_is_scale_invariant(name: str) -> None:
+def test_scale_invariant_family_ignores_gradient_scale(name: str) -> None:
     assert family_of(INVARIANT[name]([nn.Parameter(torch.ones(2))])) is Family.SCALE_INVARIANT
     plain, scaled = (trajectory(INVARIANT[name], gradient) for gradient in (1.0, 3e3))
     assert relative_difference(scaled, plain) < 1e-13
 
 
-def test_eps_enters_by_its_share_of_the_gradient() -> None:
+def test_effect_of_eps_depends_on_gradient_scale() -> None:
     plain = trajectory(lambda p: torch.optim.Adam(p, lr=0.01, eps=TINY), 1.0)
     differences = [
         relative_difference(trajectory(lambda p: torch.optim.Adam(p, lr=0.01), gradient), plain)
@@ -78,7 +78,7 @@ def test_eps_enters_by_its_share_of_the_gradient() -> None:
     assert differences[0] > 1e3 * differences[1] > 1e6 * differences[2]
 
 
-def test_radam_is_invariant_once_it_is_normalized() -> None:
+def test_radam_is_scale_invariant_after_warmup() -> None:
     def from_step(lr_of: Callable[[int], float]) -> Callable[[Any], Optimizer]:
         def make(parameters: Any) -> Optimizer:
             optimizer = torch.optim.RAdam(parameters, lr=0.01, eps=TINY)
@@ -98,7 +98,7 @@ def test_radam_is_invariant_once_it_is_normalized() -> None:
     assert relative_difference(trajectory(cold, 3e3), trajectory(cold, 1.0)) > 1.0
 
 
-def test_muon_is_invariant_to_powers_of_two_and_else_to_the_rounding_of_bf16() -> None:
+def test_muon_is_scale_invariant_up_to_bf16_rounding() -> None:
     def make(parameters: Any) -> Optimizer:
         return torch.optim.Muon(parameters, lr=0.01)
 
@@ -108,7 +108,7 @@ def test_muon_is_invariant_to_powers_of_two_and_else_to_the_rounding_of_bf16() -
     assert 0 < relative_difference(trajectory(make, 3e3), plain) < 2e-2
 
 
-def test_adafactor_steps_by_a_share_of_the_parameter() -> None:
+def test_adafactor_steps_are_relative_to_parameter() -> None:
     def make(parameters: Any) -> Optimizer:
         return torch.optim.Adafactor(parameters, lr=0.01, eps=(TINY, 1e-3))
 
@@ -130,13 +130,13 @@ def test_sgd_is_linear() -> None:
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "ASGD", "Adadelta", "Rprop"])
-def test_others_are_refused_by_name(name: str) -> None:
+def test_unknown_optimizer_is_an_error(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match=rf"optimizer={name}\(\.\.\.\).*Expected.*lr_scaling=None"):
         family_of(optimizer)
 
 
-def test_an_unknown_method_is_refused() -> None:
+def test_unknown_method_is_an_error() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)])
     with pytest.raises(ValueError, match=r"lr_scaling='mup': .*'match' or 'u-mup'"):
         scale_learning_rates(optimizer, {}, "mup")  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_an_unknown_method_is_refused() -> None:
         (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "match", "Expected 0"),
     ],
 )
-def test_settings_that_cannot_follow_are_refused(make: Any, method: Any, message: str) -> None:
+def test_incompatible_settings_are_an_error(make: Any, method: Any, message: str) -> None:
     optimizer = make([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(ValueError, match=message):
         check_group(optimizer, optimizer.param_groups[0], method)
@@ -173,9 +173,7 @@ def test_settings_that_cannot_follow_are_refused(make: Any, method: Any, message
         (lambda p: Lion(p), True),
     ],
 )
-def test_decay_is_decoupled_where_a_step_with_no_gradient_shrinks_by_it(
-    make: Any, is_decoupled: bool
-) -> None:
+def test_decoupled_decay_is_detected(make: Any, is_decoupled: bool) -> None:
     weight = nn.Parameter(torch.full((2, 2), 3.0))
     optimizer = make([weight])
     group = optimizer.param_groups[0]
@@ -196,7 +194,7 @@ def info(role: Role = Role.HIDDEN, **values: Any) -> ParameterInfo:
 
 
 @pytest.mark.parametrize("family", [Family.SCALE_INVARIANT, Family.ORTHOGONAL])
-def test_match_divides_the_rate_and_keeps_the_decay_of_a_step(family: Family) -> None:
+def test_match_divides_rate_and_keeps_decay_per_step(family: Family) -> None:
     weight = rate_factors(info(sigma=0.25, output_scale=0.5), "match", family)
     assert weight == RateFactors(lr=4.0, weight_decay=0.25)
     bias = rate_factors(info(Role.BIAS, output_scale=0.5), "match", family)
@@ -205,11 +203,11 @@ def test_match_divides_the_rate_and_keeps_the_decay_of_a_step(family: Family) ->
         assert rate_factors(info(role, num_residuals=4), "match", family) == RateFactors()
 
 
-def test_match_leaves_relative_optimizers_their_rate_and_moves_their_floor() -> None:
+def test_match_scales_only_floor_of_relative_optimizers() -> None:
     assert rate_factors(info(sigma=0.25), "match", Family.RELATIVE) == RateFactors(floor=4.0)
 
 
-def test_match_of_sgd_takes_the_rates_of_u_mup_and_keeps_the_decay_of_a_step() -> None:
+def test_match_for_sgd_uses_u_mup_rates_and_keeps_decay() -> None:
     got = rate_factors(info(sigma=0.25), "match", Family.LINEAR, is_decoupled=False)
     assert got == RateFactors(lr=0.25, weight_decay=4.0)
 
@@ -226,14 +224,14 @@ def test_match_of_sgd_takes_the_rates_of_u_mup_and_keeps_the_decay_of_a_step() -
         (Role.OTHER, 1.0),
     ],
 )
-def test_the_table_of_u_mup(role: Role, rate: float) -> None:
+def test_u_mup_rates_match_published_table(role: Role, rate: float) -> None:
     assert u_mup_rate(info(role)) == rate
     assert u_mup_rate(info(role, num_residuals=4)) == rate / 2
     factors = rate_factors(info(role, sigma=0.1), "u-mup", Family.SCALE_INVARIANT)
     assert factors == RateFactors(rate, 1 / rate, is_decay_independent=True)
 
 
-def test_decay_that_is_added_to_a_unit_gradient_stays_under_u_mup() -> None:
+def test_coupled_decay_is_unchanged_under_u_mup() -> None:
     got = rate_factors(info(), "u-mup", Family.SCALE_INVARIANT, is_decoupled=False)
     assert got == RateFactors(lr=0.25)
     sgd = rate_factors(info(), "u-mup", Family.LINEAR, is_decoupled=False)
@@ -241,7 +239,7 @@ def test_decay_that_is_added_to_a_unit_gradient_stays_under_u_mup() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 6])
-def test_the_public_reference_has_the_same_rates_but_for_vectors(depth: int) -> None:
+def test_rates_match_reference_except_for_vectors(depth: int) -> None:
     """Its gains and biases have the rate 1. Ours have the rate of an embedding."""
     optim = pytest.importorskip("unit_scaling.optim")
     data = pytest.importorskip("unit_scaling.parameter")
@@ -277,7 +275,7 @@ def test_scales_must_be_positive(known: ParameterInfo, method: Any, message: str
         rate_factors(known, method, Family.SCALE_INVARIANT)
 
 
-def test_what_a_user_is_told() -> None:
+def test_rate_notes_for_user() -> None:
     weight, unknown = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     known = {weight: info()}
     tied = {weight: info(Role.EMBEDDING, is_tied=True)}
@@ -297,7 +295,7 @@ def test_what_a_user_is_told() -> None:
     assert rate_notes(torch.optim.SGD([unknown]), known, "match") == []
 
 
-def test_a_rate_of_the_plain_model_is_told() -> None:
+def test_learning_rate_of_plain_model_is_reported() -> None:
     weight = nn.Parameter(torch.ones(2))
     known = {weight: info()}
     optimizer = torch.optim.AdamW([weight], 1e-3, weight_decay=0.0)

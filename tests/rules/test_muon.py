@@ -55,7 +55,7 @@ ADJUST = [None, "original", "match_rms_adamw", *["spectral_unclamped"] * IS_TORC
 @pytest.mark.parametrize("shape", [(128, 32), (32, 128), (64, 64)])
 @pytest.mark.parametrize("role", [Role.HIDDEN, Role.READOUT])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_a_step_changes_features_by_its_rate(
+def test_step_has_spectral_norm_of_its_rate(
     adjust: Any, shape: tuple[int, int], role: Role, is_transposed: bool
 ) -> None:
     """The effective change has spectral norm lr * sqrt(fan_out / fan_in), however it is stored.
@@ -71,7 +71,7 @@ def test_a_step_changes_features_by_its_rate(
     assert norms.max() < 1.25 * 0.5
 
 
-def test_only_hidden_matrices_take_muon() -> None:
+def test_only_hidden_matrices_use_muon() -> None:
     assert takes_muon(info(), (128, 32))
     assert not takes_muon(info(), (128, 32, 3)) and not takes_muon(info(is_tied=True), (8, 8))
     assert not any(takes_muon(info(role), (8, 8)) for role in Role if role is not Role.HIDDEN)
@@ -85,13 +85,13 @@ def test_only_hidden_matrices_take_muon() -> None:
         (info(Role.READOUT, is_tied=True), "tied to a second role"),
     ],
 )
-def test_other_roles_are_refused_by_name(one: ParameterInfo, expected: str) -> None:
+def test_muon_rate_of_other_role_is_an_error(one: ParameterInfo, expected: str) -> None:
     with pytest.raises(ValueError, match=rf"'net.up.weight' is {expected}.*optim.MuonAdamW"):
         muon_rate(one, (8, 8))
     assert muon_rate(info(Role.OTHER, num_residuals=4), (8, 8)) == 1.0
 
 
-def test_another_muon_is_refused() -> None:
+def test_other_muon_implementation_is_an_error() -> None:
     class Muon(torch.optim.Optimizer):
         """An implementation whose factor of the shape is not known."""
 
@@ -101,7 +101,7 @@ def test_another_muon_is_refused() -> None:
     check_group(optimizer, optimizer.param_groups[0], "match")
 
 
-def test_decay_is_a_share_of_the_weight_at_any_rate() -> None:
+def test_decay_does_not_depend_on_learning_rate() -> None:
     weight = nn.Parameter(torch.ones(4, 16))
     weight.grad = torch.zeros_like(weight)
     for optimizer in (
@@ -114,7 +114,7 @@ def test_decay_is_a_share_of_the_weight_at_any_rate() -> None:
         torch.testing.assert_close(weight.detach(), torch.full((4, 16), 0.75))
 
 
-def test_it_steps_as_muon_and_adamw_do() -> None:
+def test_muon_adamw_steps_match_muon_and_adamw() -> None:
     generator = torch.Generator().manual_seed(0)
     start = {name: torch.randn(8, 8, generator=generator) for name in ("hidden", "other", "late")}
     ours = {name: nn.Parameter(value.clone()) for name, value in start.items()}
@@ -224,7 +224,7 @@ def test_roles_and_rates_come_from_the_graph(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_optimizers_under_manual_optimization() -> None:
+def test_muon_and_adamw_under_manual_optimization() -> None:
     """One of torch's Muon, with the same rates as in the optimizer for all."""
 
     class Manual(Text):
@@ -262,7 +262,7 @@ def test_two_optimizers_under_manual_optimization() -> None:
         torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-4)
 
 
-def test_without_rules_its_step_says_what_is_missing() -> None:
+def test_step_without_rules_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"Use UnitScaleCallback\('u-mup'\)"):
         _fit(Text(_both), 1, callbacks=[UnitScaleCallback()])
     module = Text(_both)
@@ -307,7 +307,7 @@ def test_groups_of_a_plain_module_follow_roles(is_tied: bool) -> None:
         assert_same_bits(value, before[name])
 
 
-def test_muon_steps_the_groups_of_a_plain_module() -> None:
+def test_torch_muon_matches_on_plain_module_groups() -> None:
     model, tokens = _Tokens(), torch.randint(16, (4, 8))
     theirs = copy.deepcopy(model)
     optimizer = MuonAdamW(muon_param_groups(model, tokens), lr=1e-2, muon_lr=2e-2)
@@ -331,7 +331,7 @@ def test_muon_steps_the_groups_of_a_plain_module() -> None:
         assert_same_bits(parameter, other)
 
 
-def test_soap_has_the_steps_of_adam_whatever_the_scale_of_gradients() -> None:
+def test_soap_steps_do_not_depend_on_gradient_scale() -> None:
     soap = pytest.importorskip("pytorch_optimizer").SOAP
     optimizer = soap([nn.Parameter(torch.zeros(2, 2))])
     assert family_of(optimizer) is Family.SCALE_INVARIANT

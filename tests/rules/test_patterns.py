@@ -149,7 +149,7 @@ _VARIANTS = {
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in _VARIANTS else []) for name in FORMS],
 )
-def test_logits_are_m_over_d(name: str) -> None:
+def test_attention_logits_are_scaled_by_m_over_d(name: str) -> None:
     x, mult = torch.randn(B, T, WIDTH), 3.0
     module = unit_scale(_model(FORMS[name]), attention_mult=mult)
     y = module(x)
@@ -164,7 +164,7 @@ def test_logits_are_m_over_d(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_learned_temperature_is_left_as_it_is() -> None:
+def test_learned_temperature_is_not_changed() -> None:
     """Attention by cosines: (1 / d) q.k of tensors at RMS 1 is what its author wrote."""
 
     def attend(parts: nn.ModuleList, x: Tensor) -> Tensor:
@@ -194,13 +194,13 @@ def test_a_learned_temperature_is_left_as_it_is() -> None:
         lambda s: s.sum(-1, keepdim=True) / s.exp(),
     ],
 )
-def test_what_is_no_softmax(form: Callable[..., Tensor]) -> None:
+def test_scores_without_softmax_have_no_logit_factor(form: Callable[..., Tensor]) -> None:
     flow = flow_of(Of(lambda _, a, b: form(a @ b.mT)), torch.randn(T, D), torch.randn(T, D))
     matmul = next(node for node in flow.nodes if "matmul" in str(node.target))
     assert logit_factor(flow, matmul) is None
 
 
-def test_grouped_queries_and_a_causal_mask() -> None:
+def test_grouped_query_attention_with_causal_mask() -> None:
     q, k, v = torch.randn(B, 4, T, D), torch.randn(B, 2, T, D), torch.randn(B, 2, T, D)
 
     def attend(parts: nn.ModuleList, x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def test_grouped_queries_and_a_causal_mask() -> None:
     torch.testing.assert_close(y, ratio * expected, rtol=1e-2, atol=2e-2)
 
 
-def test_a_learned_bias_of_scores_is_added_as_it_is() -> None:
+def test_learned_score_bias_is_not_scaled() -> None:
     class Biased(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -232,7 +232,7 @@ def test_a_learned_bias_of_scores_is_added_as_it_is() -> None:
     torch.testing.assert_close(y, (q @ k.mT / D + bias).softmax(-1), rtol=1e-4, atol=1e-6)
 
 
-def test_scores_that_go_to_no_softmax_are_brought_to_unit_scale() -> None:
+def test_scores_without_softmax_are_at_unit_scale() -> None:
     module = unit_scale(Of(lambda _, a, b: a @ b.mT))
     module(torch.randn(T, D), torch.randn(T, D))
     (decision,) = decided(module, "matmul")
@@ -261,7 +261,9 @@ def _graph(function: Callable[..., Tensor]) -> list[fx.Node]:
         (lambda x: torch.divide(x, 0.0), math.inf),
     ],
 )
-def test_matmuls_with_numbers(function: Callable[..., Tensor], number: float) -> None:
+def test_products_with_numbers_are_recognized(
+    function: Callable[..., Tensor], number: float
+) -> None:
     (node,) = _graph(function)
     flow = Flow()
     assert times_number(flow, node) == (node.all_input_nodes[0], number)
@@ -277,12 +279,12 @@ def test_matmuls_with_numbers(function: Callable[..., Tensor], number: float) ->
         lambda x: x.pow(2),
     ],
 )
-def test_what_is_no_matmul_with_a_number(function: Callable[..., Tensor]) -> None:
+def test_other_products_are_not_products_with_numbers(function: Callable[..., Tensor]) -> None:
     (node,) = _graph(function)
     assert times_number(Flow(), node) is None
 
 
-def test_the_way_to_a_softmax_ends_at_a_matmul() -> None:
+def test_softmax_search_stops_at_matmul() -> None:
     weight = torch.randn(T, T)
     module = Of(lambda _, a, b: ((a @ b.mT * 0.5) @ weight * 7).softmax(-1))
     flow = flow_of(module, torch.randn(T, D), torch.randn(T, D))

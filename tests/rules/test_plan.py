@@ -51,7 +51,7 @@ def test_state_round_trip_in_plain_types(way: str) -> None:
     assert hash(back["forward:b"]) == hash(PLAN["forward:b"])
 
 
-def test_the_plan_of_a_whole_model_survives_json() -> None:
+def test_plan_of_model_survives_json_round_trip() -> None:
     scaled = unit_scale(GPT(32, 1))
     scaled(tokens())
     plan = plan_of(scaled)
@@ -60,7 +60,7 @@ def test_the_plan_of_a_whole_model_survives_json() -> None:
     assert len(plan.parameters) == len(dict(scaled.named_parameters()))
 
 
-def test_what_is_decided_stays() -> None:
+def test_updated_plan_keeps_earlier_decisions() -> None:
     other = RulePlan(
         {"forward:a": Decision("gelu", (), "kept", "later"), "forward:c": PLAN["forward:b"]},
         {"w": ParameterPlan(ParameterInfo("w", Role.BIAS, 1, 1, 1), "zeroed", "later")},
@@ -92,11 +92,11 @@ def test_what_is_decided_stays() -> None:
         ({"kwargs": (("scale", 1.0),)}, True),
     ],
 )
-def test_a_decision_knows_whether_it_changes_anything(changed: dict, expected: bool) -> None:
+def test_decision_changes_only_with_factors(changed: dict, expected: bool) -> None:
     assert Decision("op", (), "kept", "", **changed).changes is expected
 
 
-def test_parts_of_an_attention_have_the_frame_within_their_names() -> None:
+def test_attention_parts_are_found_by_frame() -> None:
     matmul = "attention_matmul"
     scores = Decision(matmul, ("query", "key"), "rule", "", 0.5)
     result = Decision(matmul, ("softmax", "value"), "rule", "", 2.0)
@@ -107,7 +107,7 @@ def test_parts_of_an_attention_have_the_frame_within_their_names() -> None:
     assert plan.attentions == {ATTENTION: True}
 
 
-def test_an_operation_with_another_number_has_the_decision_if_one_fits() -> None:
+def test_renumbered_operation_has_unique_matching_decision() -> None:
     first = Decision("linear", ("add", "w_1"), "rule", "", 0.5)
     parameters: Any = {"w_1": None, "w_2": None}
     plan = RulePlan({"step:linear": first}, parameters)
@@ -119,7 +119,7 @@ def test_an_operation_with_another_number_has_the_decision_if_one_fits() -> None
     assert two.find_alike("step", "linear_2", identity, is_matmul=True) is None
 
 
-def test_a_matmul_of_activations_needs_one_common_operand_and_an_attention_none() -> None:
+def test_activation_matmuls_match_by_common_operand() -> None:
     scores = Decision("matmul", ("linear", "linear_1"), "rule", "", 0.5)
     result = Decision("matmul", ("softmax", "linear_2"), "rule", "", 2.0)
     fused = Decision(ATTENTION, ("linear", "linear_1", "linear_2"), "rule", "", 3.0)

@@ -53,13 +53,13 @@ def _moment(function: Between) -> float:
         lambda x: torch.relu(x / 100) * 7,
     ],
 )
-def test_activations_are_predicted(function: Between, on_unknown: str) -> None:
+def test_predicted_rms_of_activations_matches_moments(function: Between, on_unknown: str) -> None:
     _, factor = _between(function, on_unknown=on_unknown)
     assert 1 / factor == pytest.approx(_moment(function), rel=0.01)
 
 
 @pytest.mark.parametrize("number", [0.1, 1.0, 10.0])
-def test_what_is_not_homogeneous_is_predicted_at_the_scale_of_its_input(number: float) -> None:
+def test_inhomogeneous_functions_use_scale_of_input(number: float) -> None:
     def function(x: Tensor) -> Tensor:
         return F.local_response_norm((x * number).unsqueeze(-1), 5, alpha=1.0).squeeze(-1)
 
@@ -74,7 +74,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_gelu, lambda x: x * torch.sigmoid(1.702 * x)])
-def test_hand_written_activations_are_one_function(function: Between) -> None:
+def test_hand_written_activations_are_recognized(function: Between) -> None:
     module, factor = _between(function)
     assert 1 / factor == pytest.approx(_moment(function), rel=0.06)
     for op in ("pow", "tanh", "sigmoid", "add"):
@@ -92,7 +92,7 @@ def test_hand_written_activations_are_one_function(function: Between) -> None:
         lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True)),
     ],
 )
-def test_what_is_at_unit_scale_gets_no_factor(function: Between) -> None:
+def test_unit_scale_tensors_get_no_factor(function: Between) -> None:
     assert _between(function)[1] == 1.0
 
 
@@ -105,7 +105,7 @@ def test_what_is_at_unit_scale_gets_no_factor(function: Between) -> None:
         (lambda x: x.mul(other=3.0), 3.0),
     ],
 )
-def test_what_is_known_exactly(function: Between, rms: float) -> None:
+def test_exact_rms_of_known_functions(function: Between, rms: float) -> None:
     _, factor = _between(function, on_unknown="keep")
     assert 1 / factor == pytest.approx(rms, rel=1e-4)
 
@@ -119,14 +119,14 @@ UNKNOWN: dict[str, Between] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_no_rule_knows_is_measured(name: str) -> None:
+def test_unknown_functions_are_measured(name: str) -> None:
     module, factor = _between(UNKNOWN[name])
     assert factor != 1.0
     alone = rules_alone(module)
     assert all(0.8 < rms < 1.25 for _, rms in operands_of(alone, X).readings)
 
 
-def test_what_no_rule_knows_is_taken_for_one_if_the_user_says_so() -> None:
+def test_unknown_functions_have_factor_one_with_keep() -> None:
     module, factor = _between(UNKNOWN["spectrum"], on_unknown="keep")
     assert factor == 1.0
     assert max(rms for _, rms in operands_of(rules_alone(module), X).readings) > 3
@@ -140,7 +140,7 @@ def test_inputs_of_any_size_are_measured(size: float) -> None:
     assert decision.arguments[0].factor * size == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_prediction_near_the_truth_is_kept() -> None:
+def test_accurate_prediction_is_kept() -> None:
     # A mean over a few numbers differs slightly from the rule for normal variables.
     _, factor = _between(lambda x: F.relu(x).view(-1, W // 2, 2).mean(-1))
     rule = _between(lambda x: F.relu(x).view(-1, W // 2, 2).mean(-1), on_unknown="keep")[1]
@@ -151,7 +151,7 @@ def test_a_prediction_near_the_truth_is_kept() -> None:
 
 
 @pytest.mark.parametrize("gain", [1e-6, 1.0, 40.0])
-def test_a_learned_scale_per_channel_is_not_undone(gain: float) -> None:
+def test_channel_scale_is_not_undone(gain: float) -> None:
     module = Step(
         lambda g, a, b, x: b(g * F.gelu(a(x))),
         torch.full((W,), gain),
@@ -165,7 +165,7 @@ def test_a_learned_scale_per_channel_is_not_undone(gain: float) -> None:
     assert readings[2] == pytest.approx(gain, rel=0.1)
 
 
-def test_nor_is_one_behind_what_had_to_be_measured() -> None:
+def test_channel_scale_after_measured_tensor_is_not_undone() -> None:
     module = Step(
         lambda g, a, b, x: b(g * UNKNOWN["spectrum"](a(x))),
         torch.full((W // 2 + 1,), 0.01),
@@ -193,7 +193,7 @@ def test_a_layer_scale_keeps_its_branch_small(gain: float) -> None:
     torch.testing.assert_close(loss, expected, rtol=0.1, atol=0.0)
 
 
-def test_what_is_zero_has_no_scale() -> None:
+def test_zero_tensor_gets_finite_factor() -> None:
     module = Of(
         lambda m, a: m[1](m[0](a).detach() * 0.0 + torch.zeros(4)).sum(),
         nn.Linear(W, 4),
@@ -209,7 +209,7 @@ def test_what_is_zero_has_no_scale() -> None:
     assert scaled(X).item() == 0.0
 
 
-def test_minus_infinity_in_a_mask_is_no_scale() -> None:
+def test_infinite_mask_does_not_affect_scale() -> None:
     mask = torch.zeros(W).masked_fill(torch.arange(W) > 3, -torch.inf)
     function = lambda x: torch.softmax(x + mask, -1)  # noqa: E731
     module, factor = _between(function)
@@ -217,7 +217,7 @@ def test_minus_infinity_in_a_mask_is_no_scale() -> None:
     assert torch.isfinite(module(X))
 
 
-def test_a_weight_that_is_made_of_others_is_measured() -> None:
+def test_computed_weight_is_measured() -> None:
     module = Of(
         lambda m, a: F.linear(a, m[0].weight @ m[1].weight * 30).square().mean(),
         nn.Linear(W, W),
@@ -230,7 +230,7 @@ def test_a_weight_that_is_made_of_others_is_measured() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_wrong_with_a_wide_sum() -> None:
+def test_sum_of_many_branches_is_at_unit_scale() -> None:
     parts = [nn.Linear(W, W) for _ in range(5)]
     module = Of(lambda m, a: m[5](sum(value(a) for value in m[:5]) * 2.0).square().mean(), *parts,
                 nn.Linear(W, 4))  # fmt: skip

@@ -34,7 +34,7 @@ _EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy const
         ("BERT", "bert.embeddings.word_embeddings.weight"),
     ],
 )
-def test_a_published_model(name: str, readout: str) -> None:
+def test_published_model_is_near_unit_scale(name: str, readout: str) -> None:
     seed_everything()
     model, inputs = ZOO[name]()
     model.config._attn_implementation = "sdpa"

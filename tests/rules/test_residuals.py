@@ -81,7 +81,7 @@ FORMS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_one_residual_add(form: str) -> None:
+def test_every_form_of_residual_add_is_found(form: str) -> None:
     (residual,) = find(FORMS[form])
     assert (residual.index, residual.length, residual.has_attention) == (0, 1, False)
     assert residual.skip != residual.branch
@@ -164,7 +164,7 @@ NONE: dict[str, Callable[[Parts, Tensor], Tensor]] = {
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", NONE)
-def test_what_is_no_residual_add(name: str) -> None:
+def test_other_adds_are_not_residual(name: str) -> None:
     assert find(NONE[name]) == []
 
 
@@ -203,12 +203,12 @@ def _summed(m: Parts, h: Tensor) -> Tensor:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("blocks", [_summed, _blocks, _post_norm_blocks, _parallel, _broken])
-def test_a_stream_of_four_branches(blocks: Callable[..., Tensor]) -> None:
+def test_stream_with_four_branches(blocks: Callable[..., Tensor]) -> None:
     found = find(blocks)
     assert shape(found) == [(0, 0, 4), (0, 1, 4), (0, 2, 4), (0, 3, 4)]
 
 
-def test_nested_streams_count_for_themselves() -> None:
+def test_nested_streams_are_counted_separately() -> None:
     def function(m: Parts, h: Tensor) -> Tensor:
         for value, two in ((m[1], m[2]), (m[3], m[4])):
             inner = m[5](h)
@@ -241,7 +241,7 @@ def test_long_skips_of_a_u_net() -> None:
     assert found[0].nodes < found[1].nodes < found[2].nodes
 
 
-def test_attention_in_a_branch_is_noticed() -> None:
+def test_attention_branch_is_detected() -> None:
     def function(m: Parts, h: Tensor) -> Tensor:
         h = h + m[1](
             F.scaled_dot_product_attention(*(m[i](norm(h))[:, None] for i in (2, 3, 4)))[:, 0]
@@ -264,7 +264,7 @@ def _chain(*kinds: bool, stream: int = 0) -> dict[object, Residual]:
 
 
 @pytest.mark.parametrize(("mult", "ratio"), [(1.0, 1.0), (0.5, 1.0), (1.0, 3.0), (2.0, 0.25)])
-def test_the_depth_rule(mult: float, ratio: float) -> None:
+def test_branch_weights_follow_depth_rule(mult: float, ratio: float) -> None:
     layers = 3
     weights = branch_weights(
         _chain(*([True, False] * layers)),  # type: ignore[arg-type]
@@ -289,21 +289,21 @@ def test_the_depth_rule(mult: float, ratio: float) -> None:
     assert sum(share**2 for share in shares) / rest**2 == pytest.approx(2 * mult**2)
 
 
-def test_streams_do_not_add_up() -> None:
+def test_streams_have_independent_weights() -> None:
     both = {**_chain(False, False), **_chain(True, False, stream=1)}
     alone = branch_weights(_chain(False, False), RuleOptions())  # type: ignore[arg-type]
     weights = branch_weights(both, RuleOptions())  # type: ignore[arg-type]
     assert list(weights.values()) == [*alone.values()] * 2
 
 
-def test_given_weights() -> None:
+def test_explicit_residual_weights_are_used() -> None:
     options = RuleOptions(residual=(0.1, 0.7))
     weights = branch_weights(_chain(True, False, False), options)  # type: ignore[arg-type]
     assert list(weights.values()) == [0.1, 0.7, 0.7]
 
 
 @pytest.mark.parametrize("form", ["operator", "branch_first", "keywords", "in_place_operator"])
-def test_the_sum_is_weighted_and_at_unit_scale(form: str) -> None:
+def test_residual_sum_is_weighted_and_at_unit_scale(form: str) -> None:
     function = FORMS[form]
     module = Of(lambda m, x: function(m, m[0](x)), *(_linear() for _ in range(2)))
     x = torch.randn(64, W)
@@ -321,7 +321,7 @@ def test_the_sum_is_weighted_and_at_unit_scale(form: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
-def test_a_number_on_the_branch_is_the_rules_to_choose(size: float) -> None:
+def test_constant_factor_on_branch_is_replaced(size: float) -> None:
     x = torch.randn(64, W)
     torch.manual_seed(5)
     part = nn.Linear(W, W)
@@ -331,7 +331,7 @@ def test_a_number_on_the_branch_is_the_rules_to_choose(size: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_deep_chain_needs_no_deep_stack() -> None:
+def test_deep_chain_does_not_recurse() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -131,7 +131,7 @@ def _model(form: Form) -> nn.Module:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", GROUPS)
-def test_all_call_forms_are_one_function(name: str) -> None:
+def test_all_call_forms_give_same_function(name: str) -> None:
     results = []
     for form in GROUPS[name]:
         scaled = unit_scale(_model(form))
@@ -163,7 +163,7 @@ CONVOLUTIONS: list[Form] = [
 ]
 
 
-def test_all_call_forms_of_a_convolution() -> None:
+def test_all_convolution_call_forms_give_same_function() -> None:
     results = []
     for form in CONVOLUTIONS:
         torch.manual_seed(0)
@@ -213,7 +213,7 @@ def _layer_norm(x: Tensor) -> Tensor:
         lambda x: (x.square() + 1).log(),
     ],
 )
-def test_what_lies_between_matmuls_stays_what_it_is(island: Callable[[Tensor], Tensor]) -> None:
+def test_operations_between_matmuls_are_not_changed(island: Callable[[Tensor], Tensor]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +233,7 @@ def test_what_lies_between_matmuls_stays_what_it_is(island: Callable[[Tensor], T
     assert names <= {"one.linear", "two.linear"}
 
 
-def test_the_tensor_that_people_know_keeps_its_name() -> None:
+def test_scaled_result_keeps_tensor_name() -> None:
     scaled = unit_scale(_model(GROUPS["linear"][0]))
     scaled(X)
     graph = steps_of(scaled).steps["forward"].graphs[0]
@@ -253,7 +253,7 @@ def _inputs(module: nn.Module, graph: object) -> list[Tensor]:
     return [parameters[tensor.fqn] if tensor.fqn else X for tensor in graph.inputs]  # type: ignore[attr-defined]
 
 
-def test_a_new_plan_is_used_from_the_next_call_on() -> None:
+def test_new_plan_applies_from_next_call() -> None:
     scaled = unit_scale(_model(GROUPS["linear"][0]))
     scaled(X)
     alone = rules_alone(scaled)
@@ -267,7 +267,7 @@ def test_a_new_plan_is_used_from_the_next_call_on() -> None:
     assert "nothing to scale" in alone.explain()
 
 
-def test_a_decision_for_another_operation_is_not_used() -> None:
+def test_decision_for_other_operation_is_ignored() -> None:
     scaled = unit_scale(_model(lambda m, x: m[1](m[0](x)).tanh()))
     scaled(X)
     plan = plan_of(scaled)
@@ -279,7 +279,7 @@ def test_a_decision_for_another_operation_is_not_used() -> None:
     torch.testing.assert_close(alone(X), rules_alone(scaled)(X), rtol=0, atol=0)
 
 
-def test_a_parameter_at_unit_scale_must_not_be_read_by_what_was_not_decided_on() -> None:
+def test_undecided_read_of_scaled_parameter_is_an_error() -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -307,7 +307,7 @@ def test_a_parameter_at_unit_scale_must_not_be_read_by_what_was_not_decided_on()
 @pytest.mark.parametrize(
     "other", [lambda h: h + 1, lambda h: h + torch.tanh(h), lambda h: torch.tanh(h) + 0.5 * h]
 )
-def test_an_add_of_a_later_branch_does_not_take_anothers_factors(
+def test_add_in_later_branch_has_its_own_factors(
     other: Callable[[Tensor], Tensor], first: bool
 ) -> None:
     def function(m: nn.ModuleList, x: Tensor, is_residual: bool) -> Tensor:
@@ -344,7 +344,7 @@ def test_every_later_branch_has_its_own_residual_weight() -> None:
     assert "forward:add " in report and "forward:add~4 " in report and "add~5" not in report
 
 
-def test_an_add_is_all_that_is_new_in_a_later_branch() -> None:
+def test_later_branch_that_differs_by_one_add() -> None:
     def function(m: nn.ModuleList, x: Tensor, is_residual: bool) -> Tensor:
         h = m[0](x)
         branch = m[1](h)
@@ -358,7 +358,7 @@ def test_an_add_is_all_that_is_new_in_a_later_branch() -> None:
     )
 
 
-def test_a_copy_of_the_pass_has_a_plan_of_its_own() -> None:
+def test_copied_pass_has_separate_plan() -> None:
     rewrite = RuleRewrite()
     copied = copy.deepcopy(rewrite)
     copied.plan = RulePlan({"forward:a": None})  # type: ignore[dict-item]
@@ -393,7 +393,7 @@ class Target(nn.Module):
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_an_operand_that_is_read_without_gradients_too_has_its_gradient(
+def test_operand_shared_with_no_grad_read_keeps_gradient(
     context: Callable[[], Any],
 ) -> None:
     runs = []

@@ -34,7 +34,7 @@ def x(*shape: int) -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_transformer() -> None:
+def test_transformer_parameters_have_roles() -> None:
     plans = plans_of(GPT(32, 3), tokens())
     roles = {fqn: plan.info.role for fqn, plan in plans.items()}
     assert roles["tokens.weight"] is roles["positions.weight"] is Role.EMBEDDING
@@ -57,7 +57,7 @@ def test_a_transformer() -> None:
     assert not any(plan.info.is_tied for plan in plans.values())
 
 
-def test_a_tied_readout_is_rescaled_once_and_reported() -> None:
+def test_tied_readout_is_scaled_once() -> None:
     plans = plans_of(GPT(32, 1, is_tied=True), tokens())
     assert "head.weight" not in plans
     tied = plans["tokens.weight"]
@@ -78,7 +78,7 @@ def test_a_tied_readout_is_rescaled_once_and_reported() -> None:
         lambda m, h: h @ m[2](m[1].weight).T,
     ],
 )
-def test_a_readout_whose_weight_is_made_of_parameters(logits: Callable[..., Tensor]) -> None:
+def test_readout_with_computed_weight(logits: Callable[..., Tensor]) -> None:
     parts = (nn.Linear(5, W), nn.Linear(W, 8), nn.Linear(W, W))
     if "parametrizations" in logits.__code__.co_names:
         nn.utils.parametrizations.weight_norm(parts[1])
@@ -101,7 +101,7 @@ def test_a_readout_whose_weight_is_made_of_parameters(logits: Callable[..., Tens
     assert float(scaled(x(600, 5)).detach()) == pytest.approx(math.log(8), abs=0.1)
 
 
-def test_what_is_no_readout_for_want_of_a_weight() -> None:
+def test_matmul_without_weight_is_not_a_readout() -> None:
     def both_of_data(m: nn.ModuleList, x: Tensor) -> Tensor:
         scores = m[0](x) @ m[1](x).T
         return F.cross_entropy(scores, torch.arange(len(x)))
@@ -117,7 +117,7 @@ def test_what_is_no_readout_for_want_of_a_weight() -> None:
     assert op_name(readout) == "linear"
 
 
-def test_a_tied_hidden_layer_keeps_the_rate_that_it_can_take() -> None:
+def test_tied_hidden_layer_has_smaller_rate() -> None:
     def hidden_and_readout(m: nn.ModuleList, x: Tensor) -> Tensor:
         h = m[0](x)
         return F.linear(F.linear(h, m[1].weight).tanh(), m[1].weight).square().mean()
@@ -143,7 +143,7 @@ def test_a_tied_hidden_layer_keeps_the_rate_that_it_can_take() -> None:
 
 
 @pytest.mark.slow
-def test_a_post_norm_encoder() -> None:
+def test_post_norm_encoder_parameters_have_roles() -> None:
     plans = plans_of(PostNorm(), tokens(), labels())
     assert plans["positions"].info.role is Role.EMBEDDING
     assert plans["positions"].action == "scaled"
@@ -178,7 +178,7 @@ def test_readouts_are_found_from_the_loss(name: str) -> None:
     assert found == {f"parts.{index}.weight" for index in expected}
 
 
-def test_a_projection_of_a_residual_branch_is_no_readout() -> None:
+def test_residual_projection_is_not_a_readout() -> None:
     module = Of(
         lambda m, a: (a + m[1](m[0](a).relu())).square().mean(), *map(nn.Linear, (W, W), (W, W))
     )
@@ -264,13 +264,13 @@ USES: dict[str, tuple[Callable[[], nn.Module], Role, str]] = {
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", USES)
-def test_uses(name: str) -> None:
+def test_role_and_action_by_use(name: str) -> None:
     make, role, action = USES[name]
     plan = _one(make(), "w0", x())
     assert (plan.info.role, plan.action) == (role, action), plan.reason
 
 
-def test_one_unknown_use_leaves_a_parameter_whole_and_names_the_operation() -> None:
+def test_unknown_use_keeps_parameter_unscaled_with_reason() -> None:
     module = Of(
         lambda m, a: m[1](m[0](a)).square().mean() + torch.linalg.svdvals(m[0].weight).sum(),
         nn.Linear(W, W),
@@ -283,7 +283,7 @@ def test_one_unknown_use_leaves_a_parameter_whole_and_names_the_operation() -> N
     assert plans["parts.1.weight"].action == "scaled"
 
 
-def test_parametrized_weights_are_left() -> None:
+def test_parametrized_weights_are_not_scaled() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(W, W))
     plans = plans_of(Of(lambda m, a: m[1](m[0](a)).square().mean(), layer, nn.Linear(W, 5)), x())
     originals = [fqn for fqn in plans if "original" in fqn]
@@ -293,7 +293,7 @@ def test_parametrized_weights_are_left() -> None:
     )
 
 
-def test_weights_of_attention_modules_are_rescaled_because_its_matmuls_are_rewritten() -> None:
+def test_attention_module_weights_are_scaled() -> None:
     attention = nn.MultiheadAttention(W, 4, kdim=8, vdim=12, add_bias_kv=True, batch_first=True)
     module = Of(lambda m, a: m[0](a, a[..., :8], a[..., :12])[0].square().mean(), attention)
     structure = structure_of(module, x())
@@ -323,19 +323,19 @@ def test_fans_of_convolutions() -> None:
     assert infos["parts.2.weight"].fan_in == 6
 
 
-def test_init_weights_off_leaves_everything_and_still_knows_the_roles() -> None:
+def test_init_weights_false_keeps_roles() -> None:
     plans = plans_of(GPT(32, 1), tokens(), init_weights=False)
     assert {plan.action for plan in plans.values()} == {"left"}
     assert plans["head.weight"].info.role is Role.READOUT
     assert plans["head.weight"].reason == "init_weights=False"
 
 
-def test_an_unused_parameter_is_no_business_of_the_rules() -> None:
+def test_unused_parameter_has_no_plan() -> None:
     module = Of(lambda m, a: m[0](a).square().mean(), nn.Linear(W, W), nn.Linear(W, W))
     assert set(plans_of(module, x())) == {"parts.0.weight", "parts.0.bias"}
 
 
-def test_a_shared_block_counts_as_one_of_its_branches() -> None:
+def test_shared_block_counts_its_branches() -> None:
     def function(m: nn.ModuleList, a: Tensor) -> Tensor:
         h = m[0](a)
         for _ in range(3):
@@ -349,7 +349,7 @@ def test_a_shared_block_counts_as_one_of_its_branches() -> None:
 
 
 @pytest.mark.slow
-def test_the_factor_of_a_call_does_not_depend_on_its_form() -> None:
+def test_output_factor_does_not_depend_on_call_form() -> None:
     forms: list[Callable[..., Tensor]] = [
         lambda m, a: F.linear(a, m[0].weight),
         lambda m, a: F.linear(input=a, weight=m[0].weight),

@@ -57,7 +57,7 @@ def test_operands_and_gradients_are_near_one(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_depth_does_not_matter() -> None:
+def test_deep_model_is_near_unit_scale() -> None:
     torch.manual_seed(1)
     scaled = unit_scale(GPT(32, 8))
     scaled(tokens())
@@ -72,7 +72,7 @@ def test_depth_does_not_matter() -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
-def test_the_authors_own_initialization_does_not_matter(size: float) -> None:
+def test_initialization_scale_does_not_change_loss(size: float) -> None:
     torch.manual_seed(1)
     module = GPT(32, 2)
     with torch.no_grad():

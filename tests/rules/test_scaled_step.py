@@ -48,7 +48,7 @@ def snapshot(optimizer: Optimizer) -> tuple[Any, ...]:
     ]
 
 
-def test_parameters_of_equal_factor_share_a_group_in_their_order() -> None:
+def test_parameters_with_equal_factor_share_group() -> None:
     model, optimizer, _ = recorded()
     step(model, optimizer)
     (groups,) = optimizer.seen
@@ -61,7 +61,7 @@ def test_parameters_of_equal_factor_share_a_group_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
-def test_a_step_leaves_the_groups_alone(with_closure: bool) -> None:
+def test_step_restores_param_groups(with_closure: bool) -> None:
     model, optimizer, _ = recorded()
     before = snapshot(optimizer)
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_step_leaves_the_groups_alone(with_closure: bool) -> None:
     assert len(optimizer.seen) == 2
 
 
-def test_the_closure_sees_the_groups_and_what_it_sets_counts() -> None:
+def test_closure_sees_and_changes_user_groups() -> None:
     model, optimizer, _ = recorded()
     extra = nn.Parameter(torch.ones(3))
     groups = optimizer.param_groups
@@ -92,7 +92,7 @@ def test_the_closure_sees_the_groups_and_what_it_sets_counts() -> None:
         assert optimizer.seen[0][2] == groups[1]
 
 
-def test_an_error_in_a_step_leaves_the_groups_alone() -> None:
+def test_error_in_step_restores_param_groups() -> None:
     def fail(_: Any) -> None:
         raise KeyError("no")
 
@@ -110,7 +110,7 @@ def test_an_error_in_a_step_leaves_the_groups_alone() -> None:
     assert snapshot(optimizer) == before
 
 
-def test_what_the_optimizer_writes_into_its_groups_is_kept() -> None:
+def test_group_values_written_by_step_are_kept() -> None:
     def write(optimizer: Any) -> None:
         for group in optimizer.param_groups:
             group["k"] = group.get("k", 0) + 1
@@ -140,7 +140,7 @@ class Counting(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
-def test_what_the_optimizer_writes_before_the_closure_is_kept(with_closure: bool) -> None:
+def test_group_values_written_before_closure_are_kept(with_closure: bool) -> None:
     model = Stored((0.25, 0.25), 0.5)
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     optimizer = Counting(model.parameters())
@@ -150,7 +150,7 @@ def test_what_the_optimizer_writes_before_the_closure_is_kept(with_closure: bool
     assert optimizer.param_groups[0]["k"] == 3
 
 
-def test_the_stand_in_frees_nothing_that_is_the_optimizers() -> None:
+def test_removal_does_not_free_optimizer_resources() -> None:
     model = Stored((0.25, 0.25), 0.5)
     optimizer = Counting(model.parameters())
     before = Counting.freed
@@ -162,7 +162,7 @@ def test_the_stand_in_frees_nothing_that_is_the_optimizers() -> None:
     assert Counting.freed == before + 1
 
 
-def test_what_differs_between_the_parts_of_a_group_is_refused() -> None:
+def test_group_values_that_depend_on_rate_are_an_error() -> None:
     def write(optimizer: Any) -> None:
         for group in optimizer.param_groups:
             group["largest_lr"] = group["lr"]
@@ -172,7 +172,7 @@ def test_what_differs_between_the_parts_of_a_group_is_refused() -> None:
         step(model, optimizer)
 
 
-def test_what_the_optimizer_writes_onto_itself_is_kept() -> None:
+def test_attributes_written_by_step_are_kept() -> None:
     def write(optimizer: Any) -> None:
         optimizer.mode = "trained"
 
@@ -182,7 +182,7 @@ def test_what_the_optimizer_writes_onto_itself_is_kept() -> None:
     assert type(optimizer) is Recording
 
 
-def test_state_dicts_are_those_of_the_optimizer_without_it() -> None:
+def test_state_dict_matches_plain_optimizer() -> None:
     def make() -> tuple[Stored, Optimizer]:
         model = Stored((1.0, 1.0), 1.0)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -201,7 +201,7 @@ def test_state_dicts_are_those_of_the_optimizer_without_it() -> None:
     )
 
 
-def test_a_restored_optimizer_goes_on_as_the_one_that_was_saved() -> None:
+def test_restored_optimizer_continues_identically() -> None:
     def make(weights: dict[str, Tensor] | None = None) -> tuple[Stored, Optimizer]:
         model = Stored((0.1, 0.2), 0.13)
         model.load_state_dict(weights or model.state_dict())
@@ -232,7 +232,7 @@ def test_copies_are_plain_optimizers() -> None:
     handle.remove()
 
 
-def test_attaching_again_replaces_and_removing_ends() -> None:
+def test_second_attachment_replaces_first() -> None:
     model, optimizer, first = recorded()
     second = scale_learning_rates(optimizer, model.infos(), "u-mup")
     assert len(optimizer._optimizer_step_pre_hooks) == 1
@@ -255,7 +255,7 @@ def test_attaching_again_replaces_and_removing_ends() -> None:
     assert vars(optimizer).keys() == vars(fresh).keys()
 
 
-def test_parameters_without_info_and_optimizers_without_parameters_stay() -> None:
+def test_unknown_parameters_keep_their_rates() -> None:
     model, optimizer, _ = recorded()
     infos = {model.first: model.infos()[model.first]}
     scale_learning_rates(optimizer, infos, "u-mup")
@@ -271,7 +271,7 @@ def test_parameters_without_info_and_optimizers_without_parameters_stay() -> Non
         scale_learning_rates(torch.optim.LBFGS([model.first]), infos, "match")
 
 
-def test_a_group_added_later_is_scaled_and_checked() -> None:
+def test_added_param_group_is_scaled_and_checked() -> None:
     model = Stored((0.25, 0.25), 0.5)
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.01, eps=TINY)
     scale_learning_rates(optimizer, model.infos(), "match")

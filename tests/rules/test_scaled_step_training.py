@@ -66,7 +66,7 @@ def test_match_is_exact_with_a_sign() -> None:
     assert_matches(lambda p: Lion(p, lr=1e-3, weight_decay=0.5))
 
 
-def test_match_is_exact_with_radam_once_it_is_normalized() -> None:
+def test_match_is_exact_with_radam_after_warmup() -> None:
     def make(parameters: Any) -> Optimizer:
         """Return RAdam, whose first five steps, which are not normalized, have rate 0."""
         optimizer = torch.optim.RAdam(parameters, lr=0.01, eps=TINY, betas=(0.9, 0.99))
@@ -90,7 +90,7 @@ def test_match_is_exact_with_muon_and_powers_of_two() -> None:
     assert_matches(make, tolerance=0.03, bias=False)  # BF16 rounds the other gradients otherwise
 
 
-def test_sgd_gets_the_rates_of_u_mup() -> None:
+def test_match_gives_sgd_u_mup_rates() -> None:
     for options in ({}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.5}):
         stored = Stored((0.1, 0.2), 0.13)
         by_hand = copy.deepcopy(stored)
@@ -109,7 +109,7 @@ def test_sgd_gets_the_rates_of_u_mup() -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_schedulers_see_their_own_rates_and_do_not_warn(after: bool) -> None:
+def test_schedulers_see_user_rates_without_warning(after: bool) -> None:
     def run(scaled: bool) -> list[float]:
         model = Stored((0.25, 0.25), 0.5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99))
@@ -131,7 +131,7 @@ def test_schedulers_see_their_own_rates_and_do_not_warn(after: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "lambda", "one cycle", "one cycle after", "tensor rate"])
-def test_independent_decay_is_a_share_of_the_schedule(kind: str) -> None:
+def test_independent_decay_follows_schedule(kind: str) -> None:
     """Each step shrinks a weight by ``weight_decay * lr / peak``, whatever its rate."""
     model = Stored((1.0, 1.0), 1.0)
     peak: Any = torch.tensor(0.5, dtype=torch.float64) if kind == "tensor rate" else 0.5
@@ -158,7 +158,7 @@ def test_independent_decay_is_a_share_of_the_schedule(kind: str) -> None:
             scheduler.step()
 
 
-def test_a_rate_of_zero_makes_no_nan() -> None:
+def test_zero_learning_rate_gives_no_nan() -> None:
     model = Stored((0.1, 0.2), 0.13)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.1)
     before = copy.deepcopy(model.state_dict())
@@ -167,7 +167,7 @@ def test_a_rate_of_zero_makes_no_nan() -> None:
     assert_same_bits(dict(model.state_dict()), dict(before))
 
 
-def test_fused_optimizers_unscale_by_the_gradient_scaler() -> None:
+def test_fused_optimizers_unscale_with_grad_scaler() -> None:
     def run(scale: float) -> dict[str, Tensor]:
         model = Stored((0.25, 0.5), 0.5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -185,7 +185,7 @@ def test_fused_optimizers_unscale_by_the_gradient_scaler() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_reads_the_rates_too() -> None:
+def test_compiled_step_uses_scaled_rates() -> None:
     def run(by_hand: bool) -> dict[str, Tensor]:
         model = Stored((0.25, 0.5), 0.5)
         groups = [
@@ -208,7 +208,7 @@ def test_a_compiled_step_reads_the_rates_too() -> None:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_capturable_rate_is_read_anew_in_every_step(foreach: bool) -> None:
+def test_tensor_learning_rate_is_read_in_every_step(foreach: bool) -> None:
     model = Stored((0.25, 0.25), 0.5)
     rate = torch.tensor(0.5, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=foreach)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*captured again in:UserWarning"
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", SMALL)
-def test_every_matmul_and_its_neighbors(name: str) -> None:
+def test_all_operands_and_gradients_are_scaled(name: str) -> None:
     module, inputs = SMALL[name]()
     scaled = unit_scale(module)
     before = [tensor.detach().clone() for tensor in inputs]
@@ -50,7 +50,7 @@ def test_every_matmul_and_its_neighbors(name: str) -> None:
         assert torch.isfinite(scaled(*inputs)).all()
 
 
-def test_a_dropout_counts_by_its_own_share() -> None:
+def test_dropout_factor_depends_on_its_probability() -> None:
     """An input of the graph had another value in an earlier module."""
     factors = []
     for share in (0.3, 0.4):
@@ -141,7 +141,7 @@ TRAPS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("name", sampled(TRAPS, 2))
-def test_traps(name: str) -> None:
+def test_unusual_models_are_near_unit_scale(name: str) -> None:
     module, inputs = TRAPS[name]()
     scaled = unit_scale(module)
     scaled(*inputs)
@@ -151,7 +151,7 @@ def test_traps(name: str) -> None:
     assert sum(decision.changes for decision in plan_of(scaled).values()) >= 1
 
 
-def test_the_output_of_an_attention_module_stays_at_unit_scale() -> None:
+def test_attention_module_output_is_at_unit_scale() -> None:
     torch.manual_seed(0)
     scaled = unit_scale(
         Of(lambda m, x: m[0](x, x, x, need_weights=False)[0], nn.MultiheadAttention(64, 4))
@@ -219,7 +219,7 @@ COMPOSITIONS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_it_nests_with_whatever_leaves_the_function_alone(
+def test_composes_with_function_preserving_transforms(
     name: str, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executors = _inductor_is_aot_eager(monkeypatch)
@@ -238,7 +238,7 @@ def test_it_nests_with_whatever_leaves_the_function_alone(
 
 
 @pytest.mark.slow
-def test_it_nests_with_simulated_formats_in_any_order(planned: Any) -> None:
+def test_composes_with_simulated_formats_in_any_order(planned: Any) -> None:
     module, scaled, ids = planned
     orders: list[Callable[[nn.Module], nn.Module]] = [
         lambda m: simulate_fp8(unit_scale(m)),
@@ -259,7 +259,7 @@ def test_it_nests_with_simulated_formats_in_any_order(planned: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_of_a_planned_module_goes_on_by_itself(planned: Any) -> None:
+def test_copied_planned_module_is_independent(planned: Any) -> None:
     _, scaled, ids = planned
     copied = copy.deepcopy(scaled)
     assert_same_bits(run(copied, ids), run(scaled, ids))
@@ -269,12 +269,12 @@ def test_a_copy_of_a_planned_module_goes_on_by_itself(planned: Any) -> None:
     assert plan_of(copied) == plan_of(scaled)
 
 
-def test_pickling_says_why_it_cannot(planned: Any) -> None:
+def test_pickling_is_an_error(planned: Any) -> None:
     with pytest.raises(TypeError, match=r"GPT\.forward is captured and cannot be pickled"):
         pickle.dumps(planned[1])
 
 
-def test_the_original_is_untouched() -> None:
+def test_original_module_is_not_changed() -> None:
     module, inputs = MODELS["res_net"]()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     attributes = set(module.__dict__)
@@ -289,7 +289,7 @@ def test_the_original_is_untouched() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_call_is_one_call() -> None:
+def test_first_call_runs_forward_once() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -318,7 +318,7 @@ def test_the_first_call_is_one_call() -> None:
     assert_same_bits(fresh(x), first)
 
 
-def test_a_module_without_a_loss_and_a_call_without_gradients() -> None:
+def test_module_without_loss_called_without_gradients() -> None:
     with torch.no_grad():
         scaled = unit_scale(Of(lambda m, x: m[1](m[0](x).relu()), nn.Linear(W, W), nn.Linear(W, 5)))
         y = scaled(X)
@@ -329,7 +329,7 @@ def test_a_module_without_a_loss_and_a_call_without_gradients() -> None:
     assert all(0.4 < rms(param.grad) < 2.5 for param in scaled.parameters())
 
 
-def test_graph_breaks() -> None:
+def test_graph_breaks_do_not_change_scaling() -> None:
     def model(breaks: bool) -> nn.Module:
         torch.manual_seed(0)
 
@@ -354,7 +354,7 @@ def test_graph_breaks() -> None:
     assert "tau = 1.414" in broken.explain() and "readout" in broken.explain()
 
 
-def test_a_half_rewritten_parameter_stays_whole_and_is_reported() -> None:
+def test_partly_unknown_parameter_is_unscaled_and_reported() -> None:
     module = Of(
         lambda m, x: m[1](m[0](x)).square().mean() + torch.linalg.svdvals(m[0].weight).sum(),
         nn.Linear(W, W),
@@ -374,7 +374,7 @@ def test_a_half_rewritten_parameter_stays_whole_and_is_reported() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_scaled_module_is_not_scaled_again(planned: Any) -> None:
+def test_loaded_scaled_weights_are_not_scaled_again(planned: Any) -> None:
     module, scaled, ids = planned
     state = {name: tensor + 0.1 for name, tensor in scaled.state_dict().items()}
     called = unit_scale(module)
@@ -403,12 +403,12 @@ def test_a_checkpoint_of_a_scaled_module_is_not_scaled_again(planned: Any) -> No
         ({"residual_attn_ratio": True}, r"residual_attn_ratio=True: .*Expected a positive"),
     ],
 )
-def test_options_out_of_range(option: dict[str, Any], text: str) -> None:
+def test_options_out_of_range_are_an_error(option: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         unit_scale(nn.Linear(2, 2), **option)
 
 
-def test_modules_that_are_refused(planned: Any) -> None:
+def test_compiled_or_scaled_modules_are_an_error(planned: Any) -> None:
     with pytest.raises(ValueError, match=r"module=\w+: it is compiled already. Expected an unc"):
         unit_scale(torch.compile(nn.Linear(2, 2)))
     for module in (planned[1], unit_scale(nn.Linear(2, 2)), track_scales(planned[1])):

@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("where", ["autocast", "thread"])
 @pytest.mark.parametrize("trains", [True, False])
-def test_in_a_step_they_are_an_error(where: str, trains: bool) -> None:
+def test_uncaptured_matmul_in_step_is_an_error(where: str, trains: bool) -> None:
     scaled: Any = unit_scale(Net())
     run(scaled, X)
     scaled.where = where
@@ -71,7 +71,7 @@ def test_in_a_step_they_are_an_error(where: str, trains: bool) -> None:
         scaled(X)
 
 
-def test_outside_of_the_steps_they_are_warned_of_once() -> None:
+def test_uncaptured_matmul_outside_steps_warns_once() -> None:
     scaled: Any = unit_scale(Net())
     scaled.first(X)  # its weights are not set yet
     run(scaled, X)
@@ -100,7 +100,7 @@ class Experts(nn.Module):
         return run(x, self.weight, ends).square().mean()
 
 
-def test_within_a_planned_graph_they_are_none() -> None:
+def test_matmuls_in_planned_graph_are_captured() -> None:
     pytest.importorskip("transformers.integrations.moe")
     scaled = unit_scale(Experts())
     assert_same_bits(run(remat(unit_scale(Experts()), 0.0), X), run(scaled, X))

@@ -54,7 +54,7 @@ def test_weights_are_at_rms_one_and_biases_zero(name: str) -> None:
     assert all(torch.equal(param, values[fqn]) for fqn, param in scaled.named_parameters())
 
 
-def test_init_weights_off_touches_no_parameter() -> None:
+def test_init_weights_false_changes_no_parameter() -> None:
     module, inputs = MODELS["conv_net"]()
     scaled = unit_scale(module, init_weights=False)
     scaled(*inputs)
@@ -64,7 +64,7 @@ def test_init_weights_off_touches_no_parameter() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 0.02, 1.0, 1e20])
-def test_the_rms_of_a_parameter(size: float) -> None:
+def test_parameter_rms_matches_reference(size: float) -> None:
     value = torch.randn(100, 50) * size
     assert parameter_rms(value) == pytest.approx(rms(value), rel=0.0112)
     padded = torch.cat([torch.zeros(50, 50), value])
@@ -76,11 +76,11 @@ def test_the_rms_of_a_parameter(size: float) -> None:
 @pytest.mark.parametrize(
     "value", [torch.zeros(3, 3), torch.full((3,), torch.nan), torch.full((2,), torch.inf)]
 )
-def test_what_has_no_rms_is_divided_by_one(value: Tensor) -> None:
+def test_degenerate_parameter_has_rms_one(value: Tensor) -> None:
     assert parameter_rms(value) == 1.0
 
 
-def test_each_action() -> None:
+def test_scaled_zeroed_and_left_actions() -> None:
     module = nn.Linear(64, 8)
     nn.init.ones_(module.bias)
     weight = module.weight.detach().clone()
@@ -96,7 +96,7 @@ def test_each_action() -> None:
     assert module.weight.requires_grad and module.weight.grad_fn is None
 
 
-def test_trained_weights_are_told_from_fresh_ones() -> None:
+def test_weights_already_at_unit_scale_are_detected() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(4, 4))
     plans = {
         f"{i}.weight": plan(f"{i}.weight", "scaled", fan_in=64 if i < 2 else 4) for i in range(3)
@@ -125,7 +125,7 @@ def _factors(**log2_factors: int) -> ParameterGradients:
     return gradients
 
 
-def test_gradients_get_powers_of_two() -> None:
+def test_gradient_factors_are_powers_of_two() -> None:
     module, x = nn.Linear(4, 3), torch.randn(5, 4)
     plain = _gradient(module, x)
     gradients = _factors(weight=2)
@@ -139,7 +139,7 @@ def test_gradients_get_powers_of_two() -> None:
     assert torch.equal(_gradient(module, x), plain)
 
 
-def test_the_hook_sees_the_sum_of_all_uses() -> None:
+def test_gradient_factor_applies_once_to_shared_parameter() -> None:
     module, x = nn.Linear(4, 4), torch.randn(5, 4)
     module(module(x)).sum().backward()
     plain = module.weight.grad.clone()
@@ -154,7 +154,7 @@ def test_the_hook_sees_the_sum_of_all_uses() -> None:
     assert torch.equal(module.weight.grad, plain * 32)
 
 
-def test_a_parameter_in_anothers_place_gets_a_hook_too() -> None:
+def test_replaced_parameter_gets_hook() -> None:
     module, x = nn.Linear(4, 3), torch.randn(5, 4)
     gradients = _factors(weight=1)
     gradients.before_step(module)
@@ -164,7 +164,7 @@ def test_a_parameter_in_anothers_place_gets_a_hook_too() -> None:
     assert torch.equal(_gradient(module, x), plain * 2)
 
 
-def test_another_number_of_accumulated_batches_counts() -> None:
+def test_factor_depends_on_number_of_accumulated_batches() -> None:
     gradients, parameter = ParameterGradients(), nn.Parameter(torch.zeros(2))
     gradients.start(num_accumulated=4)
     parameter.grad = torch.full((2,), 2.0**-8)
@@ -177,7 +177,7 @@ def test_another_number_of_accumulated_batches_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_factor_need_be_no_number_of_the_gradients_type(dtype: torch.dtype) -> None:
+def test_factor_may_exceed_range_of_gradient_dtype(dtype: torch.dtype) -> None:
     gradients, parameter = ParameterGradients(), nn.Parameter(torch.zeros(2, dtype=dtype))
     gradients.start(num_accumulated=1)
     parameter.grad = torch.full((2,), 2.0**-18, dtype=dtype)
@@ -186,7 +186,7 @@ def test_a_factor_need_be_no_number_of_the_gradients_type(dtype: torch.dtype) ->
 
 
 @pytest.mark.slow
-def test_copies_have_hooks_of_their_own_and_die_with_their_module() -> None:
+def test_copied_module_has_separate_hooks_and_is_freed() -> None:
     module, inputs = MODELS["conv_net"]()
     scaled = unit_scale(module)
     scaled(*inputs)
@@ -206,7 +206,7 @@ def test_copies_have_hooks_of_their_own_and_die_with_their_module() -> None:
     assert alive() is None
 
 
-def test_a_transformed_copy_has_its_own_factors() -> None:
+def test_transformed_copy_keeps_gradient_factors() -> None:
     module, inputs = MODELS["conv_net"]()
     scaled = unit_scale(module)
     for _ in range(2):
@@ -241,7 +241,7 @@ class _Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).square().mean()
 
 
-def test_a_gradient_of_rounding_errors_is_not_brought_to_unit_scale() -> None:
+def test_gradient_of_rounding_errors_is_not_scaled() -> None:
     """A key's bias moves all logits of a query alike, so the softmax does not see it."""
     torch.manual_seed(0)
     scaled = unit_scale(_Attention())
