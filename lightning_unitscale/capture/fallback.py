@@ -153,9 +153,11 @@ class Fallback:
         def refuse() -> None:
             if executor == "eager" or not self._step.num_graph_calls:
                 return
-            line = calling_line()
+            reason = f"{RECORDED} at {calling_line()}"
+            advice = "Leave the budget or compile=True out, or use method='lossless'"
+            self.refuse_under_rules(reason, "A compiled graph has no second derivatives", advice)
             if trial.undo():
-                raise StaysPlain(f"{RECORDED} at {line}")
+                raise StaysPlain(reason)
 
         self._step.error_of_pass = None
         self._pending = None

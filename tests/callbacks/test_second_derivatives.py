@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale import RematCallback, UnitScaleCallback
+from lightning_unitscale.capture.step_messages import CaptureError
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import Capturing, both, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
@@ -71,6 +72,12 @@ def test_second_derivatives_are_bit_identical(kind: type[Regression], captured: 
     assert "first.linear" in unit_scale_of(callbacks).gauge
     # Each matmul by itself, so that no sum is taken in another order.
     assert_same_bits(ours.compared(), plain.compared())
+
+
+def test_rules_with_budget_refuse_gradients_of_gradients() -> None:
+    callbacks = [UnitScaleCallback("u-mup"), RematCallback("min_cut")]
+    with pytest.raises(CaptureError, match=r"create_graph=True\) at .*second_derivatives.py"):
+        run(PenalizedAtOnce, callbacks, max_steps=1)
 
 
 def test_steps_before_first_penalty_are_bit_identical() -> None:
