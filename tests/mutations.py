@@ -681,7 +681,7 @@ MUTATIONS = (
         "scales/statistics.py",
         " or _may_write(node)",
         "",
-        "scales/test_joint_rows.py -k written",
+        "scales/test_joint_rows.py -k before_in_place_write",
     ),
     Mutation(
         "exponents are one bin off",
@@ -744,35 +744,35 @@ MUTATIONS = (
         "monitor/input_gradients.py",
         "if any(function_call(frame) is not None for frame in frames()):",
         "if False:",
-        "monitor/test_tracked_kinds.py -k only_in_part",
+        "monitor/test_tracked_kinds.py -k partly_known",
     ),
     Mutation(
         "a gradient is sent through one result and again through another",
         "monitor/input_gradients.py",
         "if not made.isdisjoint(autograd_operations(sources, begin)):",
         "if False:",
-        "monitor/test_tracked_kinds.py -k only_in_part",
+        "monitor/test_tracked_kinds.py -k partly_known",
     ),
     Mutation(
         "to follow an input's gradient draws random numbers",
         "monitor/input_gradients.py",
         "with torch.random.fork_rng(devices):",
         "if True:",
-        "monitor/test_tracked_kinds.py -k random_numbers",
+        "monitor/test_tracked_kinds.py -k writes_and_dropout",
     ),
     Mutation(
         "gradients of several backward passes are those of the first",
         "monitor/tracked_call.py",
         "row.backward = [self.of(gradient, 0)]",
         "row.backward = row.backward or [self.of(gradient, 0)]",
-        "monitor/test_track_scales.py -k last_backward_pass",
+        "monitor/test_track_scales.py -k of_last_call",
     ),
     Mutation(
         "a variable is not found where Python has called a function of its own",
         "monitor/tracked_call.py",
         "found.update(dict.fromkeys(range(one.offset, after.offset, 2), entry))",
         "found[one.offset] = entry",
-        "monitor/test_track_scales.py -k however_often",
+        "monitor/test_track_scales.py -k in_every_call",
     ),
     Mutation(
         "a copy's parameters have no hooks",
@@ -996,7 +996,7 @@ MUTATIONS = (
         "cli/commands.py",
         "EXIT_ERROR = 2",
         "EXIT_ERROR = 1",
-        "test_cli.py -k wrong_words",
+        "test_cli.py -k usage_errors",
     ),
     # Number formats.
     Mutation(

@@ -34,7 +34,7 @@ _EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy const
         "T5",  # two stacks, shared weights
     ],
 )
-def test_same_bits_with_operands_near_one(name: str) -> None:
+def test_lossless_is_bit_identical_with_operands_near_rms_1(name: str) -> None:
     result = examine(name)
     assert not result.error
     assert result.loss_equal
@@ -53,7 +53,7 @@ def test_same_bits_with_operands_near_one(name: str) -> None:
         "Wav2Vec2",  # changes requires_grad and writes in place between its graphs
     ],
 )
-def test_same_bits_with_scales_tracked(name: str) -> None:
+def test_tracked_model_is_bit_identical(name: str) -> None:
     seed_everything()
     model, inputs = ZOO[name]()
     tracked = track_scales(model)

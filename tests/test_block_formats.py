@@ -50,21 +50,21 @@ def _equals_torchao(format: BlockFormat, count: int, seed: int) -> None:
 @pytest.mark.slow_cases(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_it_has_the_bits_of_torchao(format: BlockFormat) -> None:
+def test_matches_torchao_bit_for_bit(format: BlockFormat) -> None:
     _equals_torchao(format, ROW * 2_000, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_it_has_the_bits_of_torchao_on_many_patterns(format: BlockFormat) -> None:
+def test_matches_torchao_on_many_patterns(format: BlockFormat) -> None:
     for seed in range(5):
         _equals_torchao(format, ROW * 32_000, seed=10 + seed)
 
 
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_it_is_the_specification_in_exact_rationals(format: BlockFormat) -> None:
+def test_matches_specification_in_exact_arithmetic(format: BlockFormat) -> None:
     size = format.block_size
     blocks = [
         *near_rows(size * 8, size, seed=2),
@@ -92,7 +92,7 @@ def test_it_is_the_specification_in_exact_rationals(format: BlockFormat) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_every_type_is_rounded_as_fp32(dtype: torch.dtype, format: BlockFormat) -> None:
+def test_every_dtype_is_rounded_like_fp32(dtype: torch.dtype, format: BlockFormat) -> None:
     scale = 1.0 if format.has_tensor_scale else None
     tensor = (torch.randn(4, 70) * 100).to(dtype)
     found = quantize_blocks(tensor, format, tensor_scale=scale)
@@ -104,7 +104,7 @@ def test_every_type_is_rounded_as_fp32(dtype: torch.dtype, format: BlockFormat) 
     assert quantize_blocks(largest, format, tensor_scale=scale).isfinite().all()
 
 
-def test_blocks_lie_along_an_axis_and_the_last_may_be_shorter() -> None:
+def test_blocks_run_along_axis_and_last_may_be_shorter() -> None:
     tensor = torch.randn(3, 50, 5) * 2.0 ** torch.randn(3, 50, 5)
     found = quantize_blocks(tensor, "MXFP4", axis=1)
     for start, end in ((0, 32), (32, 50)):
@@ -120,7 +120,7 @@ def test_blocks_lie_along_an_axis_and_the_last_may_be_shorter() -> None:
 
 
 @pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=str)
-def test_a_matrix_in_squares_and_its_transpose_have_the_same_numbers(format: BlockFormat) -> None:
+def test_square_blocks_commute_with_transpose(format: BlockFormat) -> None:
     matrix = torch.randn(2, 40, 70)
     found = quantize_blocks(matrix, format, square=True)
     turned = quantize_blocks(matrix.mT, format, axis=-2, square=True)
@@ -149,7 +149,7 @@ def test_zeros_nan_and_infinities_are_defined() -> None:
     assert quantize_blocks(rows, NVFP4).isnan().all()
 
 
-def test_the_unit_as_a_constant_scale_has_the_error_of_a_scale_per_tensor() -> None:
+def test_constant_power_of_two_scale_is_as_accurate_as_tensor_scale() -> None:
     numbers = torch.randn(64, 4096)
 
     def error(scale: float | None) -> float:
@@ -163,7 +163,7 @@ def test_the_unit_as_a_constant_scale_has_the_error_of_a_scale_per_tensor() -> N
     assert abs(constants[0] / own - 1) < 0.01
 
 
-def test_stochastic_rounding_is_right_on_average_and_repeats_by_its_key() -> None:
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     row = torch.randn(64)
     many = row.expand(20_000, 64).contiguous()
     found = quantize_blocks(many, NVFP4, -1, 1.0, "stochastic")
@@ -179,14 +179,14 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_by_its_key() -> Non
     assert torch.equal(first, second)
 
 
-def test_gradients_pass_through() -> None:
+def test_gradient_is_straight_through() -> None:
     tensor = torch.randn(4, 32, requires_grad=True)
     quantize_blocks(tensor, "NVFP4").sum().backward()
     assert torch.equal(tensor.grad, torch.ones(4, 32))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_it_has_the_same_bits(backend: str) -> None:
+def test_compiled_quantization_is_bit_identical(backend: str) -> None:
     tensor, key = torch.randn(5, 70) * 2.0 ** torch.randn(5, 70).mul(8), rounding_keys(1)[0]
 
     def function(tensor: Tensor, key: Tensor) -> list[Tensor]:
@@ -201,7 +201,7 @@ def test_compiled_it_has_the_same_bits(backend: str) -> None:
         assert _same(found, expected)
 
 
-def test_formats_have_names() -> None:
+def test_block_formats_are_found_by_name() -> None:
     assert get_format("mxfp8") is MXFP8_E4M3 and get_format("NVFP4") is NVFP4
     assert get_format("mxfp6_e3m2").element == get_format("E3M2FN")
     assert [(one.block_size, one.has_tensor_scale) for one in (MXFP4, NVFP4)] == [
@@ -233,7 +233,7 @@ def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
         (lambda: get_number_format("MXFP8"), r"Pass for example E4M3FN"),
     ],
 )
-def test_wrong_arguments_are_refused(call: Callable[[], Any], message: str) -> None:
+def test_bad_arguments_are_an_error(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
     assert E4M3FN.max == 448.0

@@ -79,7 +79,7 @@ def _saved_config(run: str) -> dict[str, Any]:
     return yaml.safe_load(Path(run, "config.yaml").read_text())
 
 
-def test_fits_end_with_a_report_and_the_same_loss(
+def test_fits_print_report_and_have_same_loss(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses = []
@@ -121,9 +121,7 @@ def test_callbacks_can_be_left_out_and_added(
     assert "Validation loss" in report
 
 
-def test_the_last_weights_are_validated_if_the_run_did_not(
-    tiny: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_final_weights_are_validated(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     _fit(BASELINE, *tiny, "--trainer.max_steps=3")
     assert "after step 3 " in capsys.readouterr().out
     _fit(BASELINE, *tiny, "--trainer.max_steps=3", "--trainer.limit_val_batches=0")
@@ -142,7 +140,7 @@ def test_runs_repeat_exactly(tiny: list[str]) -> None:
 
 # Lightning warns if the folder of checkpoints is not empty, as here.
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_second_run_may_use_the_folder_of_the_first(tiny: list[str]) -> None:
+def test_second_run_can_reuse_folder(tiny: list[str]) -> None:
     fixed = "--trainer.logger.version=mine"
     _fit(BASELINE, *tiny, fixed, "--trainer.max_steps=1")
     _fit(BASELINE, *tiny, fixed, "--trainer.max_steps=1", "--model.width=32")
@@ -165,7 +163,9 @@ def test_a_run_is_resumed_from_a_checkpoint(tiny: list[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_the_other_subcommands(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_test_and_predict_subcommands(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     _fit(UNIT_SCALED, *tiny)
     capsys.readouterr()
     checkpoint = "logs/gpt_unit_scaled/version_0/checkpoints/epoch=0-step=4.ckpt"
@@ -195,7 +195,7 @@ def test_a_failed_run_has_no_report(tiny: list[str], capsys: pytest.CaptureFixtu
     assert "--logdir" not in capsys.readouterr().out
 
 
-def test_a_path_that_does_not_exist_is_one_clear_error(tiny: list[str]) -> None:
+def test_missing_path_is_a_clear_error(tiny: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^`path=nowhere`: there is no such file or folder"):
         _fit(BASELINE, *tiny, "--data.path=nowhere")
 
@@ -207,9 +207,7 @@ def test_a_path_that_does_not_exist_is_one_clear_error(tiny: list[str]) -> None:
      ("simulate", {"format": "FP7"}, r"^format='FP7': unknown number format. Expected one of"),
      ("remat", "many", r"^remat='many': not a budget. Expected bytes")],
 )  # fmt: skip
-def test_an_option_of_a_callback_that_is_wrong_is_one_clear_error(
-    name: str, value: Any, expected: str
-) -> None:
+def test_bad_callback_option_is_a_clear_error(name: str, value: Any, expected: str) -> None:
     scaled = {"class_path": "lightning_unitscale.UnitScaleCallback", "init_args": {name: value}}
     model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
     with pytest.raises(ValueError, match=expected):
@@ -238,7 +236,7 @@ def test_the_printed_configuration_shows_the_options_of_a_callback(
     assert printed["lr_scaling"] == "auto" and len(printed) == 12
 
 
-def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_is_an_error(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _fit(BASELINE, *tiny, "--trainer.max_stepps=3")
     assert "max_stepps" in capsys.readouterr().err
@@ -249,9 +247,7 @@ def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixtu
     [("schedule=1F2B", r"schedule='1F2B': unknown. Expected one of GPipe, 1F1B"),
      ("num_microbatches=0", r"num_microbatches=0: not a count. Expected a whole number")],
 )  # fmt: skip
-def test_a_strategy_that_is_wrong_is_one_clear_error(
-    tiny: list[str], option: str, expected: str
-) -> None:
+def test_bad_strategy_option_is_a_clear_error(tiny: list[str], option: str, expected: str) -> None:
     """A strategy may be a name, whatever the type of the argument."""
     given = {"schedule": "GPipe", "num_microbatches": "2", **dict([option.split("=")])}
     options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in given.items()]
@@ -262,13 +258,13 @@ def test_a_strategy_that_is_wrong_is_one_clear_error(
         _fit(BASELINE, *tiny, strategy, *options)
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cli_extra_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry_point, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"jsonargparse.*pip install 'lightning-unitscale\[cli\]'"):
         main(["fit"])
 
 
-def test_classes_beside_the_configuration_are_found(
+def test_classes_in_current_folder_are_found(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A console script puts its own folder first on the path, not the current one."""
@@ -289,7 +285,7 @@ class TestTensorboardCommand:
         monkeypatch.setenv("PATH", path)
         return tensorboard_command(SimpleNamespace(loggers=list(loggers)))
 
-    def test_the_folder_is_the_loggers(
+    def test_logdir_is_that_of_tensorboard_logger(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         command = self._command(monkeypatch, CSVLogger("csv"), TensorBoardLogger("my logs", "run"))
@@ -299,14 +295,14 @@ class TestTensorboardCommand:
         assert command is not None
         assert command.endswith(f"--logdir {tmp_path.parent}")
 
-    def test_the_whole_current_folder_is_never_searched(
+    def test_logdir_is_never_current_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         command = self._command(monkeypatch, TensorBoardLogger(str(tmp_path), "lightning_logs"))
         assert command is not None
         assert command.endswith("--logdir lightning_logs")
 
-    def test_the_program_is_the_one_of_this_environment(
+    def test_tensorboard_of_current_environment_is_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         environment = tmp_path / ".venv/bin"
@@ -321,7 +317,7 @@ class TestTensorboardCommand:
         command = self._command(monkeypatch, logger, path=str(environment))
         assert command == "tensorboard --logdir logs"
 
-    def test_there_is_none_without_tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_command_without_tensorboard_logger(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self._command(monkeypatch, CSVLogger("csv")) is None
 
 
@@ -329,7 +325,7 @@ class TestProfile:
     """`profile` on the configuration of `fit`: a real process, and the rest in this one."""
 
     @pytest.mark.slow
-    def test_a_process_profiles_without_training(self, tiny: list[str]) -> None:
+    def test_profile_process_does_not_train(self, tiny: list[str]) -> None:
         command = [sys.executable, "-m", "lightning_unitscale", "profile", f"--config={BASELINE}"]
         options = ["--json=profile.json", "--plot=plot.png", "--budget_bytes=50000000"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -346,7 +342,7 @@ class TestProfile:
         assert Path("plot.png").stat().st_size > 10_000
         assert not Path("logs").exists()
 
-    def test_a_gpu_need_not_be_there(
+    def test_profile_for_gpu_runs_without_gpu(
         self, tiny: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         options = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--limit=3"]
@@ -356,7 +352,7 @@ class TestProfile:
         assert "more nodes)" in printed
 
     @pytest.mark.parametrize("device", ["t4", "cuda:t4"])
-    def test_a_gpu_has_a_name(
+    def test_profile_for_gpu_by_name(
         self, device: str, tiny: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["profile", f"--config={BASELINE}", *tiny, f"--device={device}", "--limit=3"])
@@ -373,7 +369,7 @@ class TestProfile:
         ("--budget_bytes=-1", "budget_bytes=-1: not a count"),
     ],
 )
-def test_profile_fails_before_it_profiles(option: str, text: str, tiny: list[str]) -> None:
+def test_bad_profile_option_fails_early(option: str, text: str, tiny: list[str]) -> None:
     Path("logs").mkdir()
     with pytest.raises(SystemExit, match=rf"^lightning-unitscale: {text}.*\. Expected .*\. \w+ "):
         main(["profile", f"--config={BASELINE}", *tiny, option])
@@ -439,7 +435,7 @@ class TestProfileOfSeveralDevices:
     @pytest.mark.parametrize(
         ("accelerator", "device", "num_nodes"), [("cpu", "cpu", 1), ("gpu", "cuda", 8)]
     )
-    def test_what_each_of_the_ranks_has(
+    def test_profile_of_sharded_ranks(
         self,
         accelerator: str,
         device: str,
@@ -461,20 +457,22 @@ class TestProfileOfSeveralDevices:
         assert profile.batch_size == 4
         assert not torch.distributed.is_initialized()
 
-    def test_sizes_that_do_not_fit(self, project: str) -> None:
+    def test_indivisible_mesh_sizes_are_an_error(self, project: str) -> None:
         with pytest.raises(RuntimeError, match="`data_parallel_size=3` and `tensor_"):
             self._profile(f"{project}.Sharded", data=3)
         assert not torch.distributed.is_initialized()
 
-    def test_a_module_that_shards_nothing(self, project: str) -> None:
+    def test_module_without_configure_model_is_an_error(self, project: str) -> None:
         with pytest.raises(SystemExit, match="Whole has no configure_model"):
             self._profile(f"{project}.Whole")
 
-    def test_how_many_devices_has_to_be_said(self, project: str) -> None:
+    def test_sharded_profile_needs_number_of_devices(self, project: str) -> None:
         with pytest.raises(SystemExit, match="needs the number of devices"):
             self._profile(f"{project}.Sharded", "--trainer.devices=auto")
 
-    def test_replicas_have_buckets(self, project: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_ddp_profile_includes_buckets(
+        self, project: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         options = ["--trainer.strategy=ddp", "--trainer.accelerator=cpu", "--json=profile.json"]
         main(["profile", f"--model={project}.Whole", "--trainer.devices=4", *options])
         peak = GraphProfile.load("profile.json").peak_bytes
@@ -491,22 +489,22 @@ class TestProfileOfSeveralDevices:
             ("pipeline", "Use explain-pipeline"),
         ],
     )
-    def test_others_are_refused(self, strategy: str, instead: str, project: str) -> None:
+    def test_unsupported_strategies_are_an_error(
+        self, strategy: str, instead: str, project: str
+    ) -> None:
         with pytest.raises(SystemExit, match=instead):
             main(
                 ["profile", f"--model={project}.Whole", f"--trainer.strategy={strategy}",
                  "--trainer.devices=2"]
             )  # fmt: skip
 
-    def test_one_device_is_one_device(
-        self, project: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_single_device_profile(self, project: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(["profile", f"--model={project}.Whole", "--trainer.accelerator=cpu"])
         printed = capsys.readouterr().out
         assert " on cpu in the " in printed
         assert "DDP" not in printed
 
-    def test_parameters_have_the_type_of_the_precision(self, project: str) -> None:
+    def test_parameter_dtype_follows_precision(self, project: str) -> None:
         options = ["--trainer.precision=bf16-true", "--json=profile.json"]
         main(["profile", f"--model={project}.Whole", "--trainer.accelerator=cpu", *options])
         assert GraphProfile.load("profile.json").parameter_bytes == _BYTES // 2
@@ -515,7 +513,7 @@ class TestProfileOfSeveralDevices:
 class TestExplainPipeline:
     """`explain-pipeline` on the configuration of a run that it does not start."""
 
-    def test_a_table_and_a_picture(
+    def test_explain_pipeline_prints_table_and_timeline(
         self, tiny: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         config = f"--config={ROOT / 'configs/gpt_pipeline.yaml'}"
@@ -534,7 +532,7 @@ class TestExplainPipeline:
             ("--num_microbatches=-2", "num_microbatches=-2: not a count"),
         ],
     )
-    def test_an_error_names_the_option_that_was_given(
+    def test_bad_explain_pipeline_option_is_a_clear_error(
         self, option: str, text: str, tiny: list[str]
     ) -> None:
         with pytest.raises(
@@ -542,12 +540,12 @@ class TestExplainPipeline:
         ):
             main(["explain-pipeline", f"--config={BASELINE}", *tiny, option])
 
-    def test_more_stages_than_operations(self, tiny: list[str]) -> None:
+    def test_more_stages_than_operations_is_an_error(self, tiny: list[str]) -> None:
         options = ["--num_stages=900", "--num_microbatches=2"]
         with pytest.raises(SystemExit, match=r"num_stages=900: the captured graph can be cut at"):
             main(["explain-pipeline", f"--config={BASELINE}", *tiny, *options])
 
-    def test_a_batch_that_cannot_be_divided(self, tiny: list[str]) -> None:
+    def test_indivisible_batch_is_an_error(self, tiny: list[str]) -> None:
         config = f"--config={BASELINE}"
         with pytest.raises(SystemExit, match="num_microbatches=3: a batch of 2 samples"):
             main(["explain-pipeline", config, *tiny, "--num_microbatches=3"])
@@ -572,7 +570,7 @@ class Printing(pl.LightningModule):
 
 
 @pytest.mark.parametrize("shows_traceback", [False, True])
-def test_what_cannot_be_captured_is_said_in_three_sentences(
+def test_uncapturable_step_error_has_three_sentences(
     shows_traceback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -598,7 +596,7 @@ def test_what_cannot_be_captured_is_said_in_three_sentences(
         (["profile", "--traceback"], RuntimeError, 'READING:LINE depends on the values'),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_said_without_a_traceback(
+def test_unplannable_step_error_has_no_traceback(
     words: list[str], kind: type[BaseException], said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -614,7 +612,7 @@ def test_what_cannot_be_planned_is_said_without_a_traceback(
 
 
 @pytest.mark.parametrize("kind", ["RuntimeError", "ValueError"])
-def test_errors_of_the_users_own_keep_their_traceback(
+def test_user_errors_keep_traceback(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -635,7 +633,7 @@ def test_errors_of_the_users_own_keep_their_traceback(
         ("RematCallback.budget=16", "budget=16 B is too small. The smallest achievable peak is "),
     ],
 )
-def test_a_wrong_argument_of_a_callback_has_no_traceback(
+def test_bad_callback_argument_has_no_traceback(
     callback: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -671,7 +669,7 @@ class Plain(pl.LightningModule):
 @pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("command", ["profile", "explain-pipeline"])
 @pytest.mark.parametrize("arguments", ["batch", "batch, i", "batch, batch_idx=3"])
-def test_a_step_names_its_arguments_as_it_likes(
+def test_step_arguments_can_have_any_names(
     command: str,
     arguments: str,
     tmp_path: Path,
@@ -699,7 +697,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])
     assert capsys.readouterr().out == f"lightning-unitscale {__version__}\n"
 
@@ -727,7 +725,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
      ("fit --trainer.precision=x", r"precision: Expected int or one of \['trans.*\]. Got x. See"),
      ("profile --model {model} --sort_by x", "sort_by='x': nodes have no such number")],
 )  # fmt: skip
-def test_wrong_words_are_one_line_and_exit_status_2(
+def test_usage_errors_are_one_line_with_exit_status_2(
     words: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = "lightning.pytorch.demos.boring_classes.BoringModel"
@@ -737,7 +735,7 @@ def test_wrong_words_are_one_line_and_exit_status_2(
     assert stopped.value.code == 2 and len(lines) == 1 and re.search(expected, lines[0]), lines
 
 
-def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     listed = ", ".join(COMMANDS)
     with pytest.raises(SystemExit, match=rf"bogus: no such command. Expected one of {listed}\."):
         main(["bogus"])

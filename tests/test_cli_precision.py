@@ -74,14 +74,14 @@ def run_on(method, tmp_path, *, is_list=True):
 
 
 @pytest.mark.parametrize("is_list", [True, False])
-def test_a_model_without_a_readout_has_no_default_exclusions(is_list, tmp_path, capsys):
+def test_model_without_readout_has_no_default_exclusions(is_list, tmp_path, capsys):
     run_on("lossless", tmp_path, is_list=is_list)
     rows = json.loads(capsys.readouterr().out)["matmuls"]
     reasons = {(row["module"], row["computation"]): row["reason"] for row in rows}
     assert reasons["fc1", "forward"] is None and reasons["fc2", "forward"] is None
 
 
-def test_rules_are_refused(tmp_path):
+def test_rules_are_an_error(tmp_path):
     with pytest.raises(SystemExit, match=r"method=Rules\(.*rules capture.*'lossless'"):
         run_on("u-mup", tmp_path)
 
@@ -107,14 +107,14 @@ class NoBatch(FeedForward):
         return torch.utils.data.DataLoader(torch.randn(4, 16), 8, drop_last=True)
 
 
-def test_data_without_a_batch_are_refused(tmp_path):
+def test_data_without_batch_is_an_error(tmp_path):
     config = {"model": {"class_path": f"{__name__}.NoBatch"}, "trainer": {"accelerator": "cpu"}}
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     with pytest.raises(SystemExit, match="`precision`: the training data has no batch"):
         main(["precision", f"--config={tmp_path / 'run.yaml'}"])
 
 
-def test_tables_have_the_asked_formats(command, capsys):
+def test_tables_have_requested_formats(command, capsys):
     main([*command, "--formats=[E2M1FN]", "--limit=2"])
     printed = capsys.readouterr().out
     assert "Damage: change of the loss" in printed and " computations rounded: loss" in printed

@@ -30,11 +30,11 @@ def _answers() -> tuple[bool, bool]:
     return is_compiling(), is_exporting()
 
 
-def test_nobody_compiles() -> None:
+def test_is_compiling_is_false_in_eager_mode() -> None:
     assert _answers() == (False, False)
 
 
-def test_a_backend_compiles_for_its_own_thread() -> None:
+def test_is_compiling_is_per_thread_in_backend() -> None:
     seen: list[Any] = []
 
     def backend(graph_module: Any, _: Any) -> Any:
@@ -47,7 +47,7 @@ def test_a_backend_compiles_for_its_own_thread() -> None:
     assert seen == [(False, False), True]
 
 
-def test_code_that_is_traced_is_compiled() -> None:
+def test_is_compiling_is_true_in_traced_code() -> None:
     def step(x: Tensor) -> Tensor:
         return x + 1 if is_compiling() else x - 1
 
@@ -67,14 +67,14 @@ class _Asking(nn.Module):
         return self.layer(x)
 
 
-def test_an_export_that_calls_the_module_is_of_its_own_thread() -> None:
+def test_non_strict_export_is_per_thread() -> None:
     seen: list[Any] = []
     torch.export.export(_Asking(seen), (torch.ones(1, 2),), strict=False)
     assert seen
     assert set(seen) == {((True, True), (False, False))}
 
 
-def test_a_strict_export_says_so() -> None:
+def test_is_exporting_is_true_in_strict_export() -> None:
     class Module(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + 1 if is_compiling() and is_exporting() else x - 1
@@ -83,7 +83,7 @@ def test_a_strict_export_says_so() -> None:
     assert exported.module()(torch.zeros(1)) == 1
 
 
-def test_what_a_compiled_function_calls_is_compiled_no_longer() -> None:
+def test_is_compiling_is_false_in_disabled_function() -> None:
     seen: list[Any] = []
 
     @torch.compiler.disable

@@ -55,7 +55,7 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
     return state
 
 
-def test_an_algorithm_for_compilers_only_is_not_taken() -> None:
+def test_compiler_only_branch_is_not_taken() -> None:
     scaled = assert_same_step(_ParallelScan(), torch.randn(3, 7, 8))
     assert "5 of 5 matmuls scaled" in scaled.explain()  # type: ignore[operator]
 
@@ -71,7 +71,7 @@ class _MatmulInVmap(nn.Module):
         return (y * 3).square().mean()
 
 
-def test_what_runs_in_a_vmap() -> None:
+def test_matmuls_inside_vmap_are_scaled() -> None:
     scaled = assert_same_step(_MatmulInVmap(), torch.randn(4, 6))
     assert "5 of 5 matmuls scaled" in scaled.explain()  # type: ignore[operator]
 
@@ -91,12 +91,12 @@ class _NumpyMask(nn.Module):
 
 
 @TAKES_FRAMES_WITH_ARRAYS
-def test_numpy_random_numbers_are_those_of_the_plain_step() -> None:
+def test_numpy_random_numbers_match_plain_step() -> None:
     assert_same_step(_NumpyMask(), torch.randn(4, 6))
 
 
 @TAKES_FRAMES_WITH_ARRAYS
-def test_calibration_restores_the_random_numbers_of_numpy() -> None:
+def test_calibration_restores_numpy_random_state() -> None:
     np.random.seed(5)
     expected = np.random.random_sample()
     np.random.seed(5)
@@ -133,7 +133,7 @@ def test_slices_keep_their_layout() -> None:
         lambda x: x.permute(2, 0, 1),
     ],
 )
-def test_multiply_keeps_what_merges(view) -> None:  # type: ignore[no-untyped-def]
+def test_multiply_keeps_mergeable_dimensions(view) -> None:  # type: ignore[no-untyped-def]
     tensor = view(torch.randn(3, 6, 11))
     result = multiply(tensor, torch.tensor(4.0))
     assert torch.equal(result, tensor * 4.0)
@@ -164,7 +164,7 @@ class _HooksOnFirstCall(nn.Module):
         return (y + torch.stack(self.seen).sum(0)).square().mean()
 
 
-def test_hooks_that_a_step_installs_are_installed_once() -> None:
+def test_hooks_installed_by_step_are_installed_once() -> None:
     assert_same_step(_HooksOnFirstCall(), torch.randn(3, 4))
 
 
@@ -191,7 +191,7 @@ class _BreaksBetweenLayers(nn.Module):
         return x.square().mean()
 
 
-def test_layers_that_share_captured_code_have_units_of_their_own() -> None:
+def test_layers_sharing_captured_code_have_separate_units() -> None:
     scaled = assert_same_step(_BreaksBetweenLayers(), torch.randn(3, 8))
     gauge = scaled.gauge()  # type: ignore[operator]
     weights = [gauge[f"layers.{i}.linear.linear:weight"].log2_sigma for i in range(3)]
@@ -210,7 +210,7 @@ class _WrittenThroughAView(nn.Module):
         return z.square().sum()
 
 
-def test_the_gradient_of_a_matmul_is_measured_though_a_view_of_it_is_written_into() -> None:
+def test_matmul_with_mutated_view_has_gradient_unit() -> None:
     scaled = assert_same_step(_WrittenThroughAView(), torch.randn(5, 4))
     assert scaled.gauge()["matmul"].log2_gamma < -10  # type: ignore[operator]
 
@@ -227,7 +227,7 @@ class _SelfNormalizing(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.SiLU, nn.RReLU])
-def test_activations_in_place(kind) -> None:  # type: ignore[no-untyped-def]
+def test_in_place_activations_are_bit_identical(kind) -> None:  # type: ignore[no-untyped-def]
     assert_same_step(_SelfNormalizing(kind(inplace=True)), torch.randn(64, 8) * 3)
 
 
@@ -250,7 +250,7 @@ class _OneImage(nn.Module):
 
 
 @pytest.mark.parametrize("ones", range(3))
-def test_layouts_of_images_are_kept(ones: int) -> None:
+def test_image_memory_layout_is_kept(ones: int) -> None:
     for seed in range(8):
         torch.manual_seed(seed)
         assert_same_step(_OneImage(ones), torch.randn(1000) * 10)
@@ -276,7 +276,7 @@ class _HalfTrained(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["lossless", "tracked", "simulated"])
-def test_no_gradient_is_not_a_gradient_of_zeros(way: str) -> None:
+def test_missing_gradient_is_not_a_zero_gradient(way: str) -> None:
     """An optimizer decays and moves a parameter with zeros, and leaves one without a gradient."""
     plain, x = _HalfTrained(), torch.randn(5, 6)
     changed = {

@@ -50,7 +50,7 @@ def _run(project: str, *options: str) -> dict[str, Any]:
     return found
 
 
-def test_a_precision_plugin_stands_for_its_base(project: str) -> None:
+def test_precision_plugin_counts_as_its_base(project: str) -> None:
     Path("plugin.yaml").write_text(
         "trainer: {plugins: [{class_path: lightning_unitscale.UnitScaledPrecision, "
         "init_args: {precision: fp8, base: bf16-mixed}}]}"
@@ -60,7 +60,7 @@ def test_a_precision_plugin_stands_for_its_base(project: str) -> None:
     main(["profile", f"--model={project}.Net", "--config=plugin.yaml", "--trainer.accelerator=cpu"])
 
 
-def test_what_fits_is_shown_and_written(project: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fits_are_printed_and_written(project: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--memory=330KiB", "--max_shards=2", "--explain", "--trainer.max_epochs=3"]
     found = _run(project, *options)
     limit, best = 330 * 1024, found["cheapest"]
@@ -79,7 +79,7 @@ def test_what_fits_is_shown_and_written(project: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_a_named_gpu_has_its_memory(project: str) -> None:
+def test_gpu_by_name_has_its_memory(project: str) -> None:
     # Samples of many MiB: fewer batch sizes are tried until the memory is full.
     options = ["--device=t4", "--max_shards=1", "--trainer.accumulate_grad_batches=3"]
     found = _run(project, *options, f"--model.num_rows={2**16}", "--model.num_blocks=1")
@@ -89,7 +89,7 @@ def test_a_named_gpu_has_its_memory(project: str) -> None:
     assert all(fit["peak_bytes"] <= found["memory_bytes"] for fit in found["largest"])
 
 
-def test_nothing_fits(project: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_fit_is_reported(project: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = _run(project, "--memory=64KiB", "--max_shards=1", "--explain")
     assert (found["largest"], found["fits"], found["cheapest"]) == ([], [], None)
     printed = capsys.readouterr().out
@@ -108,6 +108,6 @@ def test_nothing_fits(project: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory=1GiB", "--trainer.precision=64-true"], "precision='64-true'.*Expected one of"),
     ],
 )
-def test_errors_come_before_the_work(options: list[str], text: str, project: str) -> None:
+def test_bad_options_fail_early(options: list[str], text: str, project: str) -> None:
     with pytest.raises(SystemExit, match=f"^lightning-unitscale: `?{text}"):
         _run(project, *options)

@@ -27,7 +27,7 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("format", DTYPES, ids=str)
-def test_finfo(format):
+def test_formats_match_torch_finfo(format):
     info = torch.finfo(DTYPES[format])
     assert format.max == info.max
     assert format.smallest_normal == info.smallest_normal
@@ -37,7 +37,7 @@ def test_finfo(format):
 
 # A cast to FP32 changes nothing of what a test has in FP32.
 @pytest.mark.parametrize("format", [item for item in DTYPES if item != FP32], ids=str)
-def test_thresholds_are_where_the_cast_changes(format):
+def test_thresholds_match_torch_casts(format):
     def cast(value):
         return float(helpers.cast(torch.tensor(value, dtype=torch.float32), DTYPES[format]).float())
 
@@ -59,14 +59,14 @@ def test_thresholds_are_where_the_cast_changes(format):
         assert format.overflow_threshold == format.max == cast(2 * format.max)
 
 
-def test_the_table_of_the_documentation():
+def test_formats_match_documented_table():
     assert (E4M3FN.max, E4M3FN.smallest_normal, E4M3FN.smallest_subnormal) == (448, 2**-6, 2**-9)
     assert (E5M2.max, E5M2.flush_threshold, E5M2.overflow_threshold) == (57344, 2**-17, 61440)
     assert (FP16.max, FP16.flush_threshold, FP16.overflow_threshold) == (65504, 2**-25, 65520)
     assert (BF16.smallest_subnormal, BF16.flush_threshold) == (2.0**-133, 2.0**-134)
 
 
-def test_own_format_from_bits():
+def test_custom_format_from_bits():
     own = NumberFormat("mine", exponent_bits=4, mantissa_bits=3)
     assert own.max == 240 and own.has_infinity
     assert own.smallest_normal == E4M3FN.smallest_normal
@@ -95,18 +95,18 @@ def test_lookup_by_bits():
 
 
 @pytest.mark.parametrize("name", ["", "FP8", "E4", "E4M3FNUZ", "int8"])
-def test_unknown_name(name):
+def test_unknown_format_name_is_an_error(name):
     with pytest.raises(ValueError, match=r"format=.*unknown number format. Expected one of FP32"):
         get_format(name)
 
 
 @pytest.mark.parametrize("name", ["E5M0", "E1M2", "E9M2", "E5M25"])
-def test_bits_out_of_range(name):
+def test_bits_out_of_range_are_an_error(name):
     with pytest.raises(ValueError, match=r"_bits=\d+: out of range"):
         get_format(name)
 
 
-def test_other_misuse():
+def test_bad_format_arguments_are_an_error():
     with pytest.raises(TypeError, match="Expected a name or a NumberFormat, got int"):
         get_format(16)
     with pytest.raises(ValueError, match="a format needs a name"):

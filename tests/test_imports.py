@@ -18,7 +18,7 @@ def _run(code: str) -> str:
     ).stdout
 
 
-def test_the_package_loads_neither_torch_nor_lightning() -> None:
+def test_importing_package_loads_neither_torch_nor_lightning() -> None:
     code = "import sys, lightning_unitscale; print(*{name.split('.')[0] for name in sys.modules})"
     loaded = set(_run(code).split())
     assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy", "tensorboard", "scipy"}
@@ -163,14 +163,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [FIRST, LAST, FOUND], ids=["first", "last", "found"])
-def test_the_strategy_has_a_name_once_the_package_is_imported(
-    code: str, printed: dict[str, str]
-) -> None:
+def test_importing_package_registers_pipeline_strategy(code: str, printed: dict[str, str]) -> None:
     assert "False False False PipelineStrategy" in printed[code].splitlines()
 
 
 @pytest.mark.slow
-def test_callbacks_load_neither_the_engine_of_pipelines_nor_lightning(
+def test_callbacks_load_neither_pipeline_engine_nor_lightning(
     printed: dict[str, str],
 ) -> None:
     """Users of another loop, or of the other package, do not wait for these imports."""
@@ -182,22 +180,24 @@ def test_callbacks_load_neither_the_engine_of_pipelines_nor_lightning(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [FIRST, BEFORE_BOTH], ids=["first", "before both"])
-def test_a_callback_is_one_of_each_package(code: str, printed: dict[str, str]) -> None:
+def test_callback_is_a_callback_of_both_lightning_packages(
+    code: str, printed: dict[str, str]
+) -> None:
     assert printed[code].split()[-2:] == ["True", "True"]
 
 
 @pytest.mark.slow
-def test_a_listed_name_is_there_when_it_is_asked_for(printed: dict[str, str]) -> None:
+def test_exports_are_loaded_on_access(printed: dict[str, str]) -> None:
     assert printed[LAST].split()[-1] == lightning_unitscale.__version__
 
 
 @pytest.mark.slow
-def test_every_name_is_there_without_transformers(printed: dict[str, str]) -> None:
+def test_every_export_works_without_transformers(printed: dict[str, str]) -> None:
     assert printed[WITHOUT_TRANSFORMERS].splitlines() == ["[]", "[]", "2"]
 
 
 @pytest.mark.slow
-def test_a_name_is_refused_where_it_is_used_without_lightning(printed: dict[str, str]) -> None:
+def test_missing_lightning_is_an_error_on_use(printed: dict[str, str]) -> None:
     unbound, missing, strategy, module = printed[WITHOUT_LIGHTNING].splitlines()
     assert unbound == "[]"
     assert missing == "['cli']"
@@ -206,7 +206,7 @@ def test_a_name_is_refused_where_it_is_used_without_lightning(printed: dict[str,
 
 
 @pytest.mark.slow
-def test_a_callback_for_hugging_face_imports_nothing_of_it(printed: dict[str, str]) -> None:
+def test_hf_callback_does_not_import_transformers(printed: dict[str, str]) -> None:
     # Imports of transformers may print before.
     assert printed[HUGGING_FACE].split()[-3:] == ["False", "True", "None"]
 

@@ -153,17 +153,17 @@ def _check_private_names(path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", [_check_folder, _check_packages, _check_private_names])
-def test_every_file_imports_what_its_folder_allows(check: Callable[[Path], None]) -> None:
+def test_every_file_imports_only_allowed_folders(check: Callable[[Path], None]) -> None:
     for path in files():
         check(path)
 
 
-def test_no_files_import_each_other() -> None:
+def test_no_circular_imports() -> None:
     """Imports at the top, in functions and for types all count."""
     assert not circles()
 
 
-def test_the_checks_see_what_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_checks_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each check finds a file that breaks its rule, for every form of import."""
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     scales = tmp_path / PACKAGE / "scales"

@@ -32,7 +32,7 @@ def _on_a_thread(run: Any) -> Any:
     return results[0]
 
 
-def test_functions_of_this_thread_alone() -> None:
+def test_replaced_functions_are_per_thread() -> None:
     owner = _Owner()
     functions = {"method": lambda self: f"own {self.kind}", "static": lambda: "own"}
     with shadowed_here(_Owner, **functions):
@@ -42,7 +42,7 @@ def test_functions_of_this_thread_alone() -> None:
     assert (owner.method(), owner.static()) == ("class", "static")
 
 
-def test_functions_of_two_threads_end_in_any_order() -> None:
+def test_functions_of_two_threads_are_restored_in_any_order() -> None:
     owner = _Owner()
     first = shadowed_here(_Owner, method=lambda _: "first")
     second = shadowed_here(_Owner, method=lambda _: "second")
@@ -57,7 +57,7 @@ def test_functions_of_two_threads_end_in_any_order() -> None:
     assert _Owner.method.__qualname__ == "_Owner.method"
 
 
-def test_what_was_there_is_back() -> None:
+def test_original_attributes_are_restored() -> None:
     owner = _Owner()
     owner.own = 1
     with shadowed(owner, own=2, kind="instance"), shadowed(owner, kind="inner"):
@@ -66,21 +66,21 @@ def test_what_was_there_is_back() -> None:
     assert owner.kind == "class"
 
 
-def test_after_an_error_as_well() -> None:
+def test_attributes_are_restored_after_error() -> None:
     owner = _Owner()
     with pytest.raises(KeyError), shadowed(owner, kind="instance"):
         raise KeyError
     assert vars(owner) == {}
 
 
-def test_somebody_may_have_removed_it() -> None:
+def test_removed_attribute_is_not_an_error() -> None:
     owner = _Owner()
     with shadowed(owner, kind="instance"):
         del owner.kind
     assert owner.kind == "class"
 
 
-def test_a_class_and_a_python_module() -> None:
+def test_classes_and_modules_can_be_patched() -> None:
     class Derived(_Owner):
         def own(self) -> int:
             return 1
@@ -117,7 +117,7 @@ def _put(owner: Any, name: str) -> Shadow:
 
 @pytest.mark.parametrize("order", [*itertools.permutations("abc")])
 @pytest.mark.parametrize("has_own", [False, True])
-def test_stand_ins_go_in_any_order(order: tuple[str, ...], has_own: bool) -> None:
+def test_shadows_are_removed_in_any_order(order: tuple[str, ...], has_own: bool) -> None:
     owner = _Named()
     if has_own:
         owner.method = lambda: ["own"]  # type: ignore[method-assign]
@@ -134,7 +134,7 @@ def test_stand_ins_go_in_any_order(order: tuple[str, ...], has_own: bool) -> Non
     assert not any(key[0] == id(owner) for key in _SHADOWS)
 
 
-def test_one_that_comes_when_another_has_gone() -> None:
+def test_shadow_added_after_removal_of_first() -> None:
     owner = _Named()
     first, second = _put(owner, "first"), _put(owner, "second")
     first.remove()
@@ -147,7 +147,7 @@ def test_one_that_comes_when_another_has_gone() -> None:
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_equal_values_go_in_any_order(order: tuple[int, ...]) -> None:
+def test_equal_values_are_removed_in_any_order(order: tuple[int, ...]) -> None:
     """The value over an attribute may be the same object as the one below."""
     owner = _Owner()
     shadows = [Shadow(owner, "kind", value) for value in (True, True, None)]
@@ -158,7 +158,7 @@ def test_equal_values_go_in_any_order(order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("first_goes", [False, True])
-def test_what_someone_else_put_over_ours_stays(first_goes: bool) -> None:
+def test_later_wrapper_of_other_code_is_kept(first_goes: bool) -> None:
     owner = _Named()
     first = _put(owner, "first")
     ours = owner.method
@@ -174,7 +174,7 @@ def test_what_someone_else_put_over_ours_stays(first_goes: bool) -> None:
     assert owner.method() == []
 
 
-def test_what_someone_else_has_put_in_its_place_stays() -> None:
+def test_attribute_set_by_other_code_is_kept() -> None:
     owner = _Owner()
     owner.own = 1
     with shadowed(owner, own=2):
@@ -184,7 +184,7 @@ def test_what_someone_else_has_put_in_its_place_stays() -> None:
     assert vars(owner) == {}
 
 
-def test_contexts_that_are_left_in_any_order() -> None:
+def test_contexts_exit_in_any_order() -> None:
     for order in itertools.permutations(range(3)):
         owner = _Named()
         stacks = [contextlib.ExitStack() for _ in range(3)]
@@ -195,7 +195,7 @@ def test_contexts_that_are_left_in_any_order() -> None:
         assert vars(owner) == {}
 
 
-def test_copies_between_two_removals_are_plain() -> None:
+def test_copies_between_removals_are_unpatched() -> None:
     owner = _Named()
     first, _second = _put(owner, "first"), _put(owner, "second")
     first.remove()
@@ -203,7 +203,7 @@ def test_copies_between_two_removals_are_plain() -> None:
         assert made.method() == [] and made.method.__self__ is made
 
 
-def test_an_owner_that_is_gone_leaves_nothing() -> None:
+def test_shadows_are_freed_with_their_owner() -> None:
     owner = _Named()
     context = shadowed(owner, method=_Calling(owner.method, "ours"))
     context.__enter__()
@@ -214,7 +214,7 @@ def test_an_owner_that_is_gone_leaves_nothing() -> None:
     assert (key, "method") not in _SHADOWS
 
 
-def test_threads_that_put_and_remove() -> None:
+def test_concurrent_patching_in_threads() -> None:
     owner, start = _Named(), threading.Barrier(4)
 
     def put_and_remove(name: str) -> None:
@@ -231,7 +231,7 @@ def test_threads_that_put_and_remove() -> None:
     assert vars(owner) == {} and owner.method() == []
 
 
-def test_a_stand_in_that_has_no_caller() -> None:
+def test_shadow_without_python_caller() -> None:
     """In an accelerator's backward pass, the thread has no calling Python frame."""
 
     class Copied(_Calling):

@@ -18,7 +18,7 @@ def test_make_help_lists_every_target() -> None:
     assert sorted(listed) == sorted(targets) and len(targets) > 10
 
 
-def test_the_demo_installs_no_tools_of_developers(tmp_path: Path) -> None:
+def test_demo_installs_no_developer_tools(tmp_path: Path) -> None:
     command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     (installed,) = re.findall(r"pip install .* -e '\.\[(.*)\]'", done.stdout)
@@ -56,7 +56,7 @@ def test_only_a_known_vulnerability_fails_the_audit(
     assert said in done.stdout + done.stderr
 
 
-def test_every_fault_is_of_code_that_is_there() -> None:
+def test_every_mutation_quotes_existing_code() -> None:
     places = [(mutation.fault, occurrences(ROOT, mutation)) for mutation in MUTATIONS]
     assert [fault for fault, count in places if count != 1] == []
 
@@ -75,7 +75,7 @@ def _defined(path: Path) -> set[str]:
     return found
 
 
-def test_the_walk_through_the_default_method_names_what_is_there() -> None:
+def test_default_method_walkthrough_names_exist() -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text().split("### The default method")[1]
     rows = re.findall(r"^\| `(\w+/\w+\.py)` \| ([^|]*) \|", section, re.MULTILINE)
     assert len(rows) == 12

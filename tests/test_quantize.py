@@ -81,7 +81,7 @@ def _round_exactly(value: float, format: NumberFormat) -> float:
 
 @pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
-def test_every_code_of_a_format_is_kept(format: NumberFormat, dtype: torch.dtype) -> None:
+def test_representable_values_are_unchanged(format: NumberFormat, dtype: torch.dtype) -> None:
     codes = _codes(CASTS[format]).to(dtype)
     result = quantize(codes, format)
     assert result.dtype == dtype
@@ -90,7 +90,7 @@ def test_every_code_of_a_format_is_kept(format: NumberFormat, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("format", [E4M3FN, E5M2, FP16], ids=str)
-def test_numbers_midpoints_and_their_neighbors_are_cast(
+def test_numbers_midpoints_and_neighbors_match_casts(
     format: NumberFormat, dtype: torch.dtype
 ) -> None:
     values = _interesting(format).to(dtype)
@@ -108,13 +108,13 @@ def test_ties_go_to_even() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", CASTS, ids=str)
-def test_every_code_of_a_16_bit_input(format: NumberFormat, dtype: torch.dtype) -> None:
+def test_every_16_bit_input_matches_cast(format: NumberFormat, dtype: torch.dtype) -> None:
     values = _codes(dtype)
     assert _same(quantize(values, format), cast(values, CASTS[format]).to(dtype))
 
 
 @pytest.mark.parametrize("format", CASTS, ids=str)
-def test_random_numbers(format: NumberFormat) -> None:
+def test_random_numbers_match_casts(format: NumberFormat) -> None:
     codes = torch.randint(-(2**31), 2**31, (10**6,))
     values = codes.to(torch.int32).view(torch.float32)  # all of FP32, NaNs and subnormals too
     normal = torch.randn(10**6) * format.smallest_normal * 4
@@ -123,7 +123,7 @@ def test_random_numbers(format: NumberFormat) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_formats_by_exact_arithmetic(name: str) -> None:
+def test_other_formats_match_exact_arithmetic(name: str) -> None:
     format = get_format(name)
     if format.mantissa_bits > 10:
         values = torch.randn(2000) * 2.0 ** torch.randint(-149, 128, (2000,))
@@ -133,7 +133,7 @@ def test_other_formats_by_exact_arithmetic(name: str) -> None:
     assert _same(quantize(values, format), expected)
 
 
-def test_formats_of_ocp_mx() -> None:
+def test_ocp_mx_element_formats() -> None:
     far = torch.tensor(1e9)
     assert [float(quantize(far, one)) for one in ("E3M2FN", "E2M3FN", "E2M1FN")] == [28, 7.5, 6]
     six = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6])
@@ -159,7 +159,7 @@ def test_saturation() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_type_that_lacks_the_largest_number(rounding: str) -> None:
+def test_dtype_without_largest_number_of_format(rounding: str) -> None:
     for dtype, format in ((torch.bfloat16, FP16), (torch.float16, BF16)):
         value = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
         result = quantize(value, format, rounding, saturate=True)
@@ -213,7 +213,7 @@ def test_stochastic_rounding_at_the_ends_of_the_range() -> None:
     assert near.unique().tolist() == [57344, math.inf]
 
 
-def test_an_equal_seed_gives_equal_numbers() -> None:
+def test_same_seed_gives_same_rounding() -> None:
     values = torch.randn(1000, dtype=torch.float16)
 
     def result(seed: int) -> Tensor:
@@ -235,7 +235,7 @@ def test_an_equal_seed_gives_equal_numbers() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled(backend: str) -> None:
+def test_compiled_quantize_is_bit_identical(backend: str) -> None:
     key = rounding_keys(1)[0]
 
     def every(tensor: Tensor, key: Tensor) -> list[Tensor]:
@@ -252,7 +252,7 @@ def test_compiled(backend: str) -> None:
             assert _same(one, other)
 
 
-def test_the_default_generator_under_a_compiler() -> None:
+def test_compiled_with_default_generator() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(tensor: Tensor) -> Tensor:
         return quantize(tensor, "E4M3FN", "stochastic")
@@ -262,7 +262,7 @@ def test_the_default_generator_under_a_compiler() -> None:
     assert not same_bits(first, second)
 
 
-def test_any_layout_and_no_change_of_the_input() -> None:
+def test_any_layout_without_changing_input() -> None:
     values = torch.randn(4, 6)
     before = values.clone()
     for one in (values.T, values[:, ::2], values[0].expand(3, 6), values[:0], values[0, 0]):
@@ -275,21 +275,21 @@ def test_any_layout_and_no_change_of_the_input() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_the_gradient_passes_as_it_is(rounding: str) -> None:
+def test_gradient_is_straight_through(rounding: str) -> None:
     values = torch.randn(5, requires_grad=True)
     grad = torch.randn(5)
     quantize(values, "E2M1FN", rounding).backward(grad)
     assert same_bits(values.grad, grad)
 
 
-def test_formats_by_bits() -> None:
+def test_formats_given_as_bits() -> None:
     values = torch.randn(100) * 100
     assert same_bits(quantize(values, (4, 3)), quantize(values, "E4M3FN"))
     assert same_bits(quantize(values, (5, 10)), quantize(values, "FP16"))
     assert same_bits(quantize(values, [3, 4]), quantize(values, NumberFormat("mine", 3, 4)))
 
 
-def test_what_bad_input_gets() -> None:
+def test_bad_input_is_an_error() -> None:
     values = torch.randn(3)
     for bits, message in (
         ((4, 0), r"mantissa_bits=0: out of range. Expected 1 to"),

@@ -22,25 +22,25 @@ MAX_LARGE_CLASSES = 5
 KERNELS = "scales/triton_kernels.py"
 
 
-def test_there_are_few_folders_and_short_files() -> None:
+def test_folders_and_file_lengths_are_limited() -> None:
     assert len(folders()) <= MAX_FOLDERS
     assert len(loose_files()) <= MAX_LOOSE_FILES
     assert not [path for path in files() if len(path.read_text().splitlines()) >= MAX_FILE_LINES]
 
 
-def test_every_file_name_occurs_once() -> None:
+def test_file_names_are_unique() -> None:
     assert not repeated_names()
 
 
-def test_functions_are_short() -> None:
+def test_function_lengths_are_limited() -> None:
     assert not [name for name in long_functions() if not name.startswith(KERNELS)]
 
 
-def test_few_classes_are_large() -> None:
+def test_number_of_large_classes_is_limited() -> None:
     assert len(large_classes()) <= MAX_LARGE_CLASSES
 
 
-def test_the_measures_see_what_they_should(tmp_path: Path) -> None:
+def test_structure_checks_detect_violations(tmp_path: Path) -> None:
     lines = [
         "class Large:",
         *(f"    def method_{number}(self): ..." for number in range(MAX_METHODS + 1)),

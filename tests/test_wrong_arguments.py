@@ -363,7 +363,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("function", "argument"), CASES, ids=map(" ".join, CASES))
-def test_an_error_names_the_argument_and_its_value(function: str, argument: str) -> None:
+def test_error_has_argument_and_value(function: str, argument: str) -> None:
     call, arguments = WRONG[function]
     for value in arguments[argument]:
         with pytest.raises((ValueError, TypeError)) as raised:
@@ -379,14 +379,14 @@ def test_an_error_names_the_argument_and_its_value(function: str, argument: str)
         assert len(text) < 500
 
 
-def test_every_public_function_has_its_arguments_here() -> None:
+def test_every_public_argument_is_tested() -> None:
     checked = {name: set(arguments) for name, (_, arguments) in WRONG.items()}
     for name in lightning_unitscale._EXPORTS:
         parameters = inspect.signature(getattr(lightning_unitscale, name)).parameters
         assert set(parameters) <= checked[name], name
 
 
-def test_a_long_value_is_cut() -> None:
+def test_long_value_is_truncated() -> None:
     with pytest.raises(ValueError, match="depth=") as raised:
         UnitScaleCallback(depth=list(range(1000)))  # type: ignore[arg-type]
     assert len(str(raised.value)) < 300

@@ -42,7 +42,7 @@ def runs(tmp_path_factory):
         ("nan", "blocks.1.down.bias", "NaN or inf", "1 NaN among 16 elements"),
     ],
 )
-def test_an_alert_leads_to_the_tensor_and_the_step(page, runs, run, tensor, kind, text):
+def test_click_on_alert_selects_tensor_and_step(page, runs, run, tensor, kind, text):
     folder, monitors = runs
     with page.served(folder) as url:
         page.open(url + FRAME)
@@ -94,7 +94,7 @@ def test_cells_with_alerts_have_a_flag(page, runs):
 
 
 @pytest.mark.parametrize(("scheme", "color"), [("light", "#b3261e"), ("dark", "#ff3b30")])
-def test_a_flag_stays_in_its_row(page, runs, scheme, color):
+def test_alert_flag_stays_in_its_row(page, runs, scheme, color):
     folder, monitors = runs
     tensor = monitors["overflow"].alerts[0].tensor
     with page.served(folder) as url:
@@ -113,7 +113,7 @@ def test_a_flag_stays_in_its_row(page, runs, scheme, color):
             page.browser("resize", width=1280, height=800)
 
 
-def test_alerts_of_both_runs_that_are_compared(page, runs):
+def test_alerts_of_both_compared_runs(page, runs):
     folder, monitors = runs
     with page.served(folder) as url:
         page.open(url + FRAME)
@@ -136,7 +136,7 @@ def first_of(monitor):
     return f"gradient of {first.tensor}" if first.direction == "backward" else first.tensor
 
 
-def test_an_alert_shows_a_tensor_that_was_filtered_out(page, runs):
+def test_alert_shows_filtered_out_tensor(page, runs):
     folder, _ = runs
     with page.served(folder) as url:
         page.open(url + FRAME)
@@ -168,7 +168,7 @@ LATE_ALERTS = """(() => {
 })()"""
 
 
-def test_alerts_that_come_after_the_last_step(page, runs):
+def test_alerts_that_arrive_after_last_step(page, runs):
     folder, _ = runs
     late = {"kind": "overflow", "step": 15, "tensor": "first.bias", "direction": "forward"}
     late["text"] = "late"
@@ -181,7 +181,7 @@ def test_alerts_that_come_after_the_last_step(page, runs):
         assert page.texts(".alerts li span:last-child") == ["late"]
 
 
-def test_an_alert_of_a_gradient_turns_the_page(page, runs):
+def test_gradient_alert_switches_to_backward_view(page, runs):
     folder, monitors = runs
     wanted = next(one for one in monitors["flushed"].alerts if one.direction == "backward")
     place = monitors["flushed"].alerts.index(wanted)
@@ -194,7 +194,7 @@ def test_an_alert_of_a_gradient_turns_the_page(page, runs):
         assert page.app(SELECTED) == [wanted.tensor, wanted.step]
 
 
-def test_a_report_has_the_same_list(page, runs, tmp_path):
+def test_html_report_has_same_alerts(page, runs, tmp_path):
     folder, monitors = runs
     report = write_report([folder / "nan", folder / "overflow"], tmp_path / "report")
     page.open(report.page.as_uri())
@@ -206,6 +206,6 @@ def test_a_report_has_the_same_list(page, runs, tmp_path):
     page.settle("document.querySelector('.alerts summary').textContent.includes('overflow')")
 
 
-def test_a_run_without_alerts_has_no_list(page, server):
+def test_run_without_alerts_has_no_list(page, server):
     page.open(server + FRAME)
     assert page.browser.evaluate("document.querySelector('.alerts').hidden")

@@ -60,7 +60,7 @@ def assert_cells(page, panel, snapshots, direction, stored, limit=8, names=NAMES
             np.testing.assert_allclose(color, expected, atol=2.5, err_msg=f"{name} at {column}")
 
 
-def test_palettes_are_the_same_everywhere():
+def test_palettes_match_in_python_and_javascript():
     source = (STATIC / "palette.js").read_text()
     light = re.search(r"light: \[(.*?)\]", source)
     assert tuple(re.findall(r"#\w+", light[1])) == STOPS
@@ -69,13 +69,13 @@ def test_palettes_are_the_same_everywhere():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("stored", [False, True], ids=["meant", "stored"])
-def test_cells_are_colored_as_the_data_says(dashboard, direction, stored):
+def test_cell_colors_match_data(dashboard, direction, stored):
     show(dashboard, run="scaled", direction=direction, stored=stored, limit=8)
     snapshots = [unit_scaled(snapshot(step)) for step in STEPS]
     assert_cells(dashboard, 0, snapshots, direction, stored)
 
 
-def test_a_filter_leaves_the_rows_it_matches(dashboard):
+def test_filter_shows_matching_rows(dashboard):
     dashboard.browser("press", key="/")
     dashboard.browser("type", text="linear")
     dashboard.settle("app.rows.length === 3")
@@ -109,7 +109,7 @@ def bars(page, run=0):
     return {int(one["exponent"]): float(one["count"]) for one in page.browser.evaluate(script)}
 
 
-def test_a_click_opens_a_histogram_whose_bars_are_the_counts(dashboard):
+def test_click_opens_histogram_of_counts(dashboard):
     show(dashboard, run="scaled", stored=False)
     dashboard.click_cell(0, row=2, column=1)
     dashboard.settle("document.querySelector('.chart .bar') !== null")
@@ -173,7 +173,7 @@ def test_monitored_formats_have_exact_fractions(dashboard):
         np.testing.assert_array_equal(np.float16(shares), row)
 
 
-def test_the_step_slider_shows_another_step(dashboard):
+def test_step_slider_changes_step(dashboard):
     dashboard.click_cell(0, row=0, column=0)
     dashboard.settle("document.querySelector('.bar') !== null")
     dashboard.browser("fill", selector="[aria-label='Step']", value="2")
@@ -243,7 +243,7 @@ def test_tensors_are_aligned_by_name(dashboard):
     assert dashboard.texts(".message h2") == ["Nothing was measured backward."]
 
 
-def test_a_tooltip_reads_the_cell_out(dashboard):
+def test_tooltip_shows_cell_values(dashboard):
     x, y = dashboard.center(0, row=1, column=2)
     dashboard.browser("move", x=x, y=y)
     value = snapshot(STEPS[2]).log2_rms("forward")[1]
@@ -252,7 +252,7 @@ def test_a_tooltip_reads_the_cell_out(dashboard):
 
 
 @pytest.mark.parametrize(("direction", "first"), [("forward", 1), ("backward", 3)])
-def test_the_first_nan_is_named_and_colored(page, tmp_path, direction, first):
+def test_first_nan_is_shown_and_colored(page, tmp_path, direction, first):
     later = with_nan(snapshot(20), 0, 4)
     write(tmp_path / "run", [snapshot(0), with_nan(snapshot(10), 1, 3), later])
     with page.served(tmp_path) as url:
@@ -270,7 +270,7 @@ def test_the_first_nan_is_named_and_colored(page, tmp_path, direction, first):
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
-def test_dark_theme_of_the_system(page, server):
+def test_dark_theme_follows_system(page, server):
     page.open(server + FRAME, scheme="dark")
     assert page.browser.evaluate("document.documentElement.dataset.theme") == "dark"
     assert page.browser.evaluate(BACKGROUND) == "rgb(27, 29, 33)"
@@ -279,7 +279,7 @@ def test_dark_theme_of_the_system(page, server):
     assert max(page.pixel(0, 0, 0)[:3]) < 80
 
 
-def test_dark_theme_of_tensorboard(page, server, browser):
+def test_dark_theme_follows_tensorboard(page, server, browser):
     host = {
         "url": f"{server}/host",
         "html": f"<body class='dark-mode'><iframe src='{FRAME}' width=900 height=600></iframe>",
@@ -293,7 +293,7 @@ def test_dark_theme_of_tensorboard(page, server, browser):
     browser.wait(f"{theme} === 'light'")
 
 
-def test_an_empty_folder_says_what_to_do(page, tmp_path):
+def test_empty_folder_shows_instructions(page, tmp_path):
     with page.served(tmp_path) as url:
         page.open(url + FRAME)
         assert page.texts(".message h2") == ["No scales yet."]
@@ -306,12 +306,12 @@ def test_an_empty_folder_says_what_to_do(page, tmp_path):
             assert page.browser.evaluate(shown) == "none"
 
 
-def test_names_are_readable_where_there_is_room(dashboard):
+def test_names_are_shown_if_rows_are_high_enough(dashboard):
     assert dashboard.app("app.heatMap.isLabeled")
     assert dashboard.app("app.heatMap.cellRect(0, 1, 0).height") >= 16
 
 
-def test_the_report_is_the_same_page_without_a_server(page, logdir, tmp_path):
+def test_html_report_matches_dashboard_without_server(page, logdir, tmp_path):
     report = write_report([logdir / "baseline", logdir / "scaled"], tmp_path / "report")
     page.open(report.page.as_uri())
     show(page, run="scaled", compared="baseline", stored=True, limit=8)

@@ -39,7 +39,7 @@ def check_tables(page, report):
     assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=4)
 
 
-def test_the_dashboard_has_the_tables(page, run):
+def test_dashboard_has_precision_tables(page, run):
     folder, report = run
     with page.served(folder) as url:
         page.open(url + FRAME)
@@ -57,13 +57,13 @@ def test_the_dashboard_has_the_tables(page, run):
         assert page.app("app.state.direction") == "forward"
 
 
-def test_a_run_without_a_report_shows_none(page, server):
+def test_run_without_precision_report_has_no_tables(page, server):
     page.open(server + FRAME)
     assert page.browser.evaluate("document.querySelector('.ledger').hidden")
     assert page.texts(".ledger table") == []
 
 
-def test_a_report_has_the_same_tables(page, run, tmp_path):
+def test_html_report_has_same_precision_tables(page, run, tmp_path):
     folder, report = run
     written = write_report([folder], tmp_path / "report")
     page.open(written.page.as_uri())

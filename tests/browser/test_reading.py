@@ -28,7 +28,7 @@ def narrow(browser):
     browser("resize", width=1280, height=800)
 
 
-def test_parameters_and_results_are_told_apart(page, tmp_path):
+def test_parameters_and_results_have_separate_labels(page, tmp_path):
     write(tmp_path / "run", [replace(snapshot(0), inputs=INPUTS)])
     modules = tuple("" if k == 1 else name.rpartition(".")[0] for k, name in enumerate(NAMES))
     write(tmp_path / "z", [replace(snapshot(0), inputs=INPUTS, modules=modules)])
@@ -44,11 +44,11 @@ def test_parameters_and_results_are_told_apart(page, tmp_path):
         assert page.app(parts)[0] == [0, 2, "parameters, inputs"]
 
 
-def test_a_run_that_does_not_say_has_no_parts(dashboard):
+def test_run_without_sources_has_no_part_labels(dashboard):
     assert dashboard.app("app.heatMap.labels.parts") == []
 
 
-def test_labels_take_the_room_that_they_need(dashboard):
+def test_label_width_fits_font(dashboard):
     widths = [
         dashboard.app(
             "app.heatMap.labels.width(document.createElement('canvas').getContext('2d'), "
@@ -60,7 +60,7 @@ def test_labels_take_the_room_that_they_need(dashboard):
     assert dashboard.app("app.heatMap.gutter") == widths[1]
 
 
-def test_the_help_says_how_to_read_the_map(dashboard):
+def test_help_dialog_explains_heat_map(dashboard):
     dashboard.browser("press", key="?")
     terms, texts = dashboard.texts("dialog dt"), dashboard.texts("dialog dd")
     assert len(terms) == len(texts)
@@ -71,7 +71,7 @@ def test_the_help_says_how_to_read_the_map(dashboard):
     assert not dashboard.browser.evaluate("document.querySelector('dialog').open")
 
 
-def test_the_bands_behind_the_bars_have_a_key(dashboard):
+def test_histogram_bands_have_legend(dashboard):
     dashboard.click_cell(0, row=1, column=1)
     dashboard.settle("document.querySelector('.chart .bar') !== null")
     assert dashboard.texts(".band-key span") == [
@@ -83,7 +83,7 @@ def test_the_bands_behind_the_bars_have_a_key(dashboard):
     assert dashboard.browser.evaluate(f"{box}.right <= innerWidth && {box}.height < 30")
 
 
-def test_another_step_of_the_other_run_is_said(dashboard):
+def test_other_step_of_compared_run_is_shown(dashboard):
     show(dashboard, compared="smaller")
     dashboard.settle("app.panels.length === 2")
     # The smaller run ends at step 10.
@@ -95,7 +95,7 @@ def test_another_step_of_the_other_run_is_said(dashboard):
     assert all(text.startswith("log₂ RMS") for text in dashboard.texts(".summary"))
 
 
-def test_a_run_of_one_step(page, tmp_path):
+def test_run_with_one_step(page, tmp_path):
     write(tmp_path / "run", [snapshot(7)])
     with page.served(tmp_path) as url:
         page.open(url + FRAME)
@@ -109,7 +109,7 @@ def test_a_run_of_one_step(page, tmp_path):
         assert page.browser.evaluate("document.querySelector('[aria-label=Step]').disabled")
 
 
-def test_a_narrow_page_does_not_blow_up_its_charts(dashboard, narrow):
+def test_charts_fit_narrow_page(dashboard, narrow):
     dashboard.click_cell(0, row=1, column=1)
     dashboard.settle("document.querySelector('.chart .bar') !== null")
     width = "document.querySelector('.histogram').getBoundingClientRect().width"
@@ -120,14 +120,14 @@ def test_a_narrow_page_does_not_blow_up_its_charts(dashboard, narrow):
     assert dashboard.browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_a_refresh_leaves_an_open_list_of_runs_alone(dashboard):
+def test_refresh_keeps_open_run_list(dashboard):
     same = "(window.kept = app.controls.run.options[0]) && app.refresh().then(() => true)"
     assert dashboard.app(same)
     assert dashboard.app("window.kept === app.controls.run.options[0]")
     assert dashboard.app("app.controls.run.value") == "baseline"
 
 
-def test_keys_reach_all_that_a_mouse_reaches(dashboard):
+def test_all_controls_are_reachable_by_keyboard(dashboard):
     dashboard.browser("press", key="Enter")
     dashboard.settle("document.querySelector('.fractions input') !== null")
     dashboard.browser.evaluate("document.activeElement.blur()")
@@ -146,14 +146,14 @@ def test_keys_reach_all_that_a_mouse_reaches(dashboard):
     assert any(one.startswith("log2 RMS of 6 tensors by step") for one in reached)
 
 
-def test_a_report_shows_that_there_is_more_below(page, logdir, tmp_path):
+def test_html_report_shows_start_of_next_section(page, logdir, tmp_path):
     report = write_report([logdir / "baseline"], tmp_path / "report")
     page.open(report.page.as_uri())
     top = "document.querySelector('.report-table h2').getBoundingClientRect().bottom"
     assert page.browser.evaluate(f"{top} < innerHeight")
 
 
-def test_numbers_of_the_graph_have_the_color_of_text(page, logdir, tmp_path):
+def test_graph_numbers_have_text_color(page, logdir, tmp_path):
     report = write_report([logdir / "baseline"], tmp_path / "report")
     for scheme in ("light", "dark"):
         page.open(report.page.as_uri(), scheme=scheme)

@@ -80,7 +80,7 @@ def texts(browser, selector):
 
 
 @pytest.mark.slow
-def test_a_node_of_the_graph_shows_its_scales(graphs):
+def test_graph_node_shows_its_scales(graphs):
     do(graphs, "dblclick", shape("head"))
     graphs.wait(f"{shape('head/linear')} !== undefined")
     # A click is lost while the graph still moves.
@@ -103,7 +103,7 @@ def test_color_by_device_colors_by_scale(graphs):
     graphs.wait(f"{fill} !== {before!r}")
 
 
-def test_the_address_of_the_dashboard_within_tensorboard(page, tensorboard):
+def test_dashboard_url_inside_tensorboard(page, tensorboard):
     browser = page.browser
     browser("open", url=f"{tensorboard}/#scales")
     browser.evaluate(DEEP)

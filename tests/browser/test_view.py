@@ -39,7 +39,7 @@ def names_of(flags):
     return [name for name, flag in zip(NAMES, flags, strict=True) if flag]
 
 
-def test_operands_alone_are_what_the_backward_view_begins_with(dashboard):
+def test_backward_view_starts_with_operands_only(dashboard):
     assert dashboard.app(ROWS) == list(NAMES)
     dashboard.browser("press", key="o")
     dashboard.settle("app.rows.length === 4")
@@ -56,7 +56,7 @@ def test_operands_alone_are_what_the_backward_view_begins_with(dashboard):
     assert dashboard.app(ROWS) == list(NAMES)
 
 
-def test_one_line_says_how_many_are_near_one(dashboard):
+def test_headline_counts_tensors_near_rms_1(dashboard):
     line = f"4 of 4 operands within 2{TIMES} of RMS 1 at step 30"
     assert dashboard.texts(".headline") == [line]
     show(dashboard, compared="plain", stored=False)
@@ -72,7 +72,7 @@ def test_one_line_says_how_many_are_near_one(dashboard):
     dashboard.settle(f"document.querySelector('.headline').textContent === {line!r}")
 
 
-def test_operands_have_a_mark(dashboard):
+def test_matmul_operands_are_marked(dashboard):
     accent = rgb("#0b57d0")
     for row, flag in enumerate(OPERANDS):
         rect = dashboard.app(f"app.heatMap.cellRect(0, {row}, 0)")
@@ -86,7 +86,7 @@ def test_operands_have_a_mark(dashboard):
     assert dashboard.texts(".tip span")[-1] == "read by a matmul"
 
 
-def test_a_run_that_does_not_say_shows_all(page, server):
+def test_run_without_operand_marks_shows_all_tensors(page, server):
     page.open(server + FRAME)
     show(page, run="baseline", direction="backward")
     page.settle("app.panels[0].data.direction === 'backward'")
@@ -95,7 +95,7 @@ def test_a_run_that_does_not_say_shows_all(page, server):
     assert page.texts(".headline") == [""]
 
 
-def test_an_alert_shows_a_tensor_that_is_no_operand(dashboard):
+def test_alert_shows_tensor_hidden_by_operand_filter(dashboard):
     show(dashboard, operandsOnly=True)
     dashboard.settle("app.rows.length === 4")
     alert = f"{{ tensor: {NAMES[2]!r}, step: 10, direction: 'forward' }}"
@@ -104,7 +104,7 @@ def test_an_alert_shows_a_tensor_that_is_no_operand(dashboard):
     assert dashboard.app(ROWS) == list(NAMES)
 
 
-def test_a_tooltip_goes_with_a_key(dashboard):
+def test_tooltip_closes_on_key_press(dashboard):
     hidden = "document.querySelector('.tip').hidden"
     for key in ("ArrowDown", "s", "o"):
         x, y = dashboard.center(0, row=1, column=2)
@@ -115,7 +115,7 @@ def test_a_tooltip_goes_with_a_key(dashboard):
         assert dashboard.browser.evaluate(hidden), key
 
 
-def test_escape_leaves_the_filter(dashboard):
+def test_escape_clears_filter(dashboard):
     dashboard.browser("press", key="/")
     dashboard.browser("type", text="gelu")
     dashboard.settle("app.rows.length === 2")
@@ -168,7 +168,7 @@ SHOWN = (
 )
 
 
-def test_the_address_brings_the_view_back(dashboard):
+def test_url_restores_view(dashboard):
     browser = dashboard.browser
     show(dashboard, **STATE)
     dashboard.settle("app.panels.length === 2")
@@ -194,7 +194,7 @@ def test_the_address_brings_the_view_back(dashboard):
     "fields",
     ["run=gone&scales.compared=gone", "direction=up&scales.limit=x&scales.stored=7", "step=1"],
 )
-def test_an_address_that_means_nothing(dashboard, fields):
+def test_invalid_url_fields_are_ignored(dashboard, fields):
     address = dashboard.browser.evaluate("location.origin + location.pathname + location.search")
     dashboard.browser("open", url="about:blank")
     dashboard.open(f"{address}#scales.{fields}")
@@ -206,7 +206,7 @@ def test_an_address_that_means_nothing(dashboard, fields):
     assert dashboard.app("app.rows.length") == 6
 
 
-def test_the_address_of_a_report(page, tmp_path):
+def test_url_of_html_report(page, tmp_path):
     write(tmp_path / "run", [read_by_matmuls(snapshot(0))])
     report = write_report([tmp_path / "run"], tmp_path / "report")
     page.open(report.page.as_uri() + "#scales.direction=backward")
@@ -217,7 +217,7 @@ def test_the_address_of_a_report(page, tmp_path):
     )
 
 
-def test_shares_are_there_without_histograms(page, tmp_path):
+def test_fractions_are_shown_without_histograms(page, tmp_path):
     one = snapshot(0)
     layout = RowLayout(histogram=False)
     rows = {key: getattr(one, key)[:, : layout.num_columns] for key in ("forward", "backward")}
@@ -236,7 +236,7 @@ def test_shares_are_there_without_histograms(page, tmp_path):
         assert page.browser.evaluate("document.querySelector('[aria-label^=Power]').disabled")
 
 
-def test_names_keep_their_block_and_their_end(page, tmp_path):
+def test_shortened_names_keep_block_and_end(page, tmp_path):
     name = "blocks.1.attention.with_a_long_name.scaled_dot_product_attention_1"
     names = (*NAMES[:3], name, *NAMES[4:])
     write(tmp_path / "gpt_unit_scaled_with_a_long_name" / "version_12", [snapshot(0, names=names)])
@@ -259,7 +259,7 @@ def test_names_keep_their_block_and_their_end(page, tmp_path):
         assert len(chosen) <= 30
 
 
-def test_long_names_of_runs_leave_the_controls_in_one_line(page, tmp_path):
+def test_long_run_names_keep_controls_in_one_line(page, tmp_path):
     for name in ("a_run_with_a_long_name", "another_run_with_a_long_name"):
         write(tmp_path / name / "version_0", [snapshot(step) for step in STEPS])
     with page.served(tmp_path) as url:

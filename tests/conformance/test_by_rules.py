@@ -73,7 +73,7 @@ def _named(name: str) -> Case:
 
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("case", _cases())
-def test_units_change_no_bit(case: Case) -> None:
+def test_units_under_rules_change_no_bit(case: Case) -> None:
     found = differences(train(case, "rules"), train(case, "rules alone"))
     assert not found, "\n".join(found[:20])
 
@@ -85,7 +85,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
+def test_failed_capture_is_a_clear_error_without_changes(name: str) -> None:
     case = _named(name)
     scaled = unit_scale(case.module())
     before, classes = _state(scaled), [type(one) for one in scaled.modules()]
@@ -106,13 +106,13 @@ def test_a_refusal_names_the_reason_and_changes_nothing(name: str) -> None:
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", sampled(sorted(ODD), 3))
-def test_without_a_plan_training_goes_on(name: str) -> None:
+def test_training_continues_without_plan(name: str) -> None:
     case = _named(name)
     found = differences(train(case, "remat"), plain(case))
     assert not found, "\n".join(found[:20])
 
 
-def test_the_warning_says_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plan_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *args, **kwargs: told.append(str(text)))
     train(_named("autograd-straight_through"), "remat")

@@ -85,7 +85,7 @@ def test_there_are_enough_cases() -> None:
         for case in CASES
     ],
 )
-def test_a_case_shows_something(case: Case) -> None:
+def test_case_has_gradients_and_finite_losses(case: Case) -> None:
     """A case is reproducible if it has the bits of another training, which other tests check."""
     expected = plain(case)
     gradients = [v for name, v in expected.values.items() if "gradient of" in name]
@@ -96,7 +96,7 @@ def test_a_case_shows_something(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_cases_have_all_their_tensors_on_one_device() -> None:
+def test_cases_do_not_mix_devices() -> None:
     """A case that creates a tensor on the CPU instead fails on torch's meta device."""
     runs, mixed = 0, {}
     for case in CASES:
@@ -111,7 +111,7 @@ def test_cases_have_all_their_tensors_on_one_device() -> None:
 
 
 @pytest.mark.parametrize(("case", "method"), _trainings())
-def test_same_training(case: Case, method: str) -> None:
+def test_training_is_bit_identical(case: Case, method: str) -> None:
     record = train(case, method)
     found = differences(record, plain(case))
     assert not found, "\n".join(found[:20])

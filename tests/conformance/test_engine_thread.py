@@ -13,7 +13,7 @@ CASES = [theme.CASES[0] for theme in THEMES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_same_training(case: Case) -> None:
+def test_engine_thread_is_bit_identical(case: Case) -> None:
     expected = plain(case)
     with backward_on_engine_thread():
         record = train(case, "both")

@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_detects_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, expected = CHANGES[name]
     monkeypatch.setitem(harness.CALLBACKS, "meddling", lambda: [Meddling(change)])
     found = differences(train(CASE, "meddling"), plain(CASE))
@@ -71,11 +71,11 @@ def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(line.startswith("call 0") for line in found)
 
 
-def test_the_two_ways_to_train_agree() -> None:
+def test_plain_loop_matches_trainer() -> None:
     assert not differences(train(CASE, "plain loop"), plain(CASE))
 
 
-def test_nan_is_nan_and_zeros_have_signs() -> None:
+def test_nan_matches_nan_and_zeros_have_signs() -> None:
     def record(tensor: Tensor) -> Record:
         found = Record()
         found.values["x"] = harness._kept(tensor)
@@ -89,5 +89,5 @@ def test_nan_is_nan_and_zeros_have_signs() -> None:
 
 
 @pytest.mark.parametrize("method", ["lossless_unit_scale", "track_scales"])
-def test_transformed_modules(method: str) -> None:
+def test_transformed_modules_match_plain_loop(method: str) -> None:
     assert not differences(train(CASE, method), plain(CASE, "plain loop"))

@@ -46,7 +46,7 @@ def _trainings() -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "method"), _trainings())
-def test_same_training(case: Case, method: str) -> None:
+def test_tracked_training_is_bit_identical(case: Case, method: str) -> None:
     found = differences(train(case, method), plain(case, "plain loop"))
     assert not found, "\n".join(found[:20])
 
@@ -125,7 +125,7 @@ def _assert_same(found: Metrics.Data | None, wanted: Metrics.Data | None) -> Non
     [("autograd", 100), ("control_flow", 120), ("derivatives", 30), ("functorch", 50),
      ("layers", 400), ("state", 90), ("views", 100), ("writes", 120)],
 )  # fmt: skip
-def test_metrics_of_the_plain_step(theme: str, least: int) -> None:
+def test_tracked_metrics_match_plain_step(theme: str, least: int) -> None:
     modules: list[ModuleType] = [one for one in THEMES if one.__name__.endswith(f"zoo_{theme}")]
     compared = 0
     for case in (case for module in modules for case in module.CASES):

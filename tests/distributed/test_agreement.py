@@ -15,7 +15,7 @@ NUM_RANKS = 3
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_three_ranks(tmp_path: Path) -> None:
+def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
     run_ranks("tests.distributed.agreement_run", tmp_path, num_ranks=NUM_RANKS, timeout=90)
     for own in range(NUM_RANKS):
         found = torch.load(tmp_path / f"agreement-{own}.pt")
@@ -28,7 +28,7 @@ def test_three_ranks(tmp_path: Path) -> None:
         assert found["handed"].tolist() == [float(min(own, 1))] * 2
 
 
-def test_without_a_process_group_a_rank_agrees_with_itself() -> None:
+def test_single_process_needs_no_process_group() -> None:
     assert ranks.gathered("own") == ["own"]
     assert not ranks.is_distributed()
     assert ranks.any_rank(True) and not ranks.any_rank(False)

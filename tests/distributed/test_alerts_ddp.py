@@ -33,13 +33,13 @@ def test_all_ranks_stop_at_the_same_step(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["stop"] == ranks[1]["stop"]
 
 
-def test_all_ranks_raise(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_raise_same_violation(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["raise"] for rank in ranks)
     assert first == second
     assert first["raised"].startswith(f"step {NAN_STEP}: input.")
 
 
-def test_no_rank_samples_alone(ranks: list[dict[str, Any]]) -> None:
+def test_nan_loss_on_one_rank_samples_on_all(ranks: list[dict[str, Any]]) -> None:
     for one in (rank["between"] for rank in ranks):
         assert one["sampled"] == [0, 1, 3, 6, 7]
         (alert,) = one["alerts"]

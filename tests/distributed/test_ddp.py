@@ -40,7 +40,7 @@ def results(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "how"), PARAMS)
-def test_the_same_with_and_without(
+def test_callbacks_are_bit_identical(
     kind: str, how: str, results: Callable[[str, str], Ranks]
 ) -> None:
     without, found = results(kind, "without"), results(kind, how)

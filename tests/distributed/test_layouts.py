@@ -19,7 +19,7 @@ def _runs_of(test: str, layout: str) -> list[str]:
     """The run of two processes that a test reads."""
     if layout == "accumulated":
         return []
-    return [f"{layout}:fault" if test == "test_a_fault_in_another_layout_is_found" else layout]
+    return [f"{layout}:fault" if test == "test_fault_in_other_layout_is_found" else layout]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,15 @@ def compared(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["accumulated", *LAYOUTS])
-def test_layouts_do_not_part(layout: str, compared: Callable[[str], Divergence]) -> None:
+def test_equal_trainings_in_other_layouts_do_not_diverge(
+    layout: str, compared: Callable[[str], Divergence]
+) -> None:
     found = compared(layout)
     assert not found.diverged, found.text
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_fault_in_another_layout_is_found(
-    layout: str, compared: Callable[[str], Divergence]
-) -> None:
+def test_fault_in_other_layout_is_found(layout: str, compared: Callable[[str], Divergence]) -> None:
     found = compared(f"{layout}:fault")
     assert (found.step, found.module, found.direction) == (FAULT_STEP, FAULTY, "forward")

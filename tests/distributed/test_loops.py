@@ -71,17 +71,17 @@ _REFUSED = {
 
 def _runs_of(test: str, kind: str = "", method: str = "", name: str = "", run: str = "") -> Runs:
     """The runs that a test reads."""
-    if test == "test_two_by_two":
+    if test == "test_two_by_two_mesh_is_bit_identical":
         return []
-    if test == "test_what_cannot_be_is_refused":
+    if test == "test_unsupported_settings_are_an_error":
         return [run]
     if test == "test_ranks_may_have_different_numbers_of_batches":
         return [f"join:ddp:{one}:Blocks" for one in ("plain", "both")]
     kinds = [kind, *([_SAME[kind]] if kind in _SAME else [])]
-    if test == "test_the_same_bits":
+    if test == "test_distributed_loop_is_bit_identical":
         others = [one for one in kinds[1:] if (one, method, name) in _cases()]
         return [f"{kind}:plain:{name}", *(f"{one}:{method}:{name}" for one in (kind, *others))]
-    if test == "test_ranks_speak_at_sampled_steps_only":
+    if test == "test_ranks_communicate_only_at_sampled_steps":
         return [f"{kind}:{one}:Blocks" for one in ("plain", "monitor")]
     whole = ["attach:whole:both:Blocks"] if kind.endswith("tensor") else []
     return [*whole, *(f"{one}:both:Blocks" for one in kinds)]
@@ -98,7 +98,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "method", "name"), _cases())
-def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> None:
+def test_distributed_loop_is_bit_identical(
+    kind: str, method: str, name: str, results: Results
+) -> None:
     plain, found = results(f"{kind}:plain:{name}"), results(f"{kind}:{method}:{name}")
     for without, ours in zip(plain, found, strict=True):
         for part in ("losses", "weights"):
@@ -126,7 +128,7 @@ def results_of_four(
         request,
         lambda test, kind="", **_: (
             [f"{kind}:{method}:Blocks" for method in ("plain", "both")]
-            if test == "test_two_by_two"
+            if test == "test_two_by_two_mesh_is_bit_identical"
             else []
         ),
     )
@@ -137,7 +139,7 @@ def results_of_four(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", _TWO_BY_TWO)
-def test_two_by_two(kind: str, results_of_four: Results) -> None:
+def test_two_by_two_mesh_is_bit_identical(kind: str, results_of_four: Results) -> None:
     plain, found = (results_of_four(f"{kind}:{method}:Blocks") for method in ("plain", "both"))
     for without, ours in zip(plain, found, strict=True):
         for part in ("losses", "weights"):
@@ -151,7 +153,7 @@ def test_two_by_two(kind: str, results_of_four: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", _REFUSED)
-def test_what_cannot_be_is_refused(run: str, results: Results) -> None:
+def test_unsupported_settings_are_an_error(run: str, results: Results) -> None:
     for found in results(run):
         assert re.match(_REFUSED[run], found["refused"])
 
@@ -161,7 +163,7 @@ def _tensors(values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_all_matmuls_are_in_units(kind: str, results: Results) -> None:
+def test_all_matmuls_are_scaled(kind: str, results: Results) -> None:
     for found in results(f"{kind}:both:Blocks"):
         num_in_units, num_matmuls = found["matmuls"]
         # Six matmuls forward, backward all but that for the gradient of the batch; accumulated
@@ -180,7 +182,7 @@ def test_all_matmuls_are_in_units(kind: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_statistics_are_of_the_tensors_of_all_ranks(kind: str, results: Results) -> None:
+def test_statistics_cover_tensors_of_all_ranks(kind: str, results: Results) -> None:
     first, second = (found["rms"] for found in results(f"{kind}:both:Blocks"))
     for way in ("forward", "backward"):
         assert_same_bits(first[way], second[way])
@@ -207,7 +209,7 @@ def test_statistics_are_of_the_tensors_of_all_ranks(kind: str, results: Results)
 
 
 @pytest.mark.parametrize("kind", ["attach:ddp", "attach:fsdp", "attach:tensor", "lightning:fsdp"])
-def test_ranks_speak_at_sampled_steps_only(kind: str, results: Results) -> None:
+def test_ranks_communicate_only_at_sampled_steps(kind: str, results: Results) -> None:
     """Steps 0, 1 and 2: a hash of the names, and the sum and the extremes of all rows."""
     runs = (results(f"{kind}:{method}:Blocks") for method in ("plain", "monitor"))
     for plain, found in zip(*runs, strict=True):

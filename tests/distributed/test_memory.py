@@ -31,7 +31,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.slow_cases
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_rank_has_in_memory(case: str, results: Results) -> None:
+def test_profile_matches_memory_of_rank(case: str, results: Results) -> None:
     with fake_process_group(NUM_RANKS):
         profile = profile_graph(sharded(case), batch(), optimizer=torch.optim.AdamW, loss=sum_of)
     first, second = results(case)

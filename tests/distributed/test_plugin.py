@@ -16,7 +16,7 @@ from tests.helpers import assert_same_bits
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("spread", STRATEGIES)
-def test_the_same_as_the_callback(spread: str, tmp_path: Path) -> None:
+def test_plugin_matches_callback(spread: str, tmp_path: Path) -> None:
     runs = [f"{spread}:plugin", f"{spread}:callback"]
     run_ranks("tests.distributed.plugin_run", tmp_path, *runs, num_ranks=2)
     for rank in range(2):

@@ -24,7 +24,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["budget", "with units"])
-def test_a_budget_changes_no_weight_on_any_rank(kind: str, results: Results) -> None:
+def test_budget_is_bit_identical_on_every_rank(kind: str, results: Results) -> None:
     for whole, planned in zip(results("whole"), results(kind), strict=True):
         assert_same_bits(whole["weights"], planned["weights"])
 
@@ -36,7 +36,7 @@ def test_all_ranks_run_one_plan(results: Results) -> None:
     assert first["reports"] != results("whole")[0]["reports"]
 
 
-def test_the_peak_is_predicted_with_the_buckets_of_ddp(
+def test_predicted_peak_includes_ddp_buckets(
     results: Results,
 ) -> None:
     for one in results("budget"):

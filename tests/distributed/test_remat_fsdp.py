@@ -30,15 +30,15 @@ WEIGHT = (32, 136)
 
 # Cases that tests without parameters read. A budget in bytes is a share of an earlier prediction.
 _READ = {
-    "test_matmuls_of_the_graphs_are_scaled": ["plain:none", "plain:units"],
-    "test_a_float_leads_from_the_smallest_peak_to_that_without_it": [
+    "test_matmuls_in_planned_graphs_are_scaled": ["plain:none", "plain:units"],
+    "test_relative_budget_spans_smallest_to_default_peak": [
         *("plain:0.0", "plain:0.7", "plain:1.0")
     ],
-    "test_bytes": ["plain:1.0", "plain:bytes"],
-    "test_nothing_is_kept_of_what_is_gathered": [
+    "test_budget_in_bytes_is_kept_by_all_ranks": ["plain:1.0", "plain:bytes"],
+    "test_gathered_weights_are_freed_after_forward": [
         *("plain:1.0", "plain:0.7", "plain:bytes", "accumulated:0.7", "kept:0.7")
     ],
-    "test_a_budget_below_the_floor_of_a_rank_is_told_by_all": [
+    "test_budget_below_minimum_of_one_rank_is_an_error_on_all": [
         *("ranks:0.7", "ranks:too little for one")
     ],
 }
@@ -68,7 +68,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", PLANNED)
-def test_the_bits_of_the_run_without_it(run: str, results: Results) -> None:
+def test_budget_is_bit_identical(run: str, results: Results) -> None:
     plain = results(f"{run.split(':')[0]}:none")
     planned = results(run)
     for without, ours in zip(plain, planned, strict=True):
@@ -77,7 +77,7 @@ def test_the_bits_of_the_run_without_it(run: str, results: Results) -> None:
         assert ours["num_planned"] == 2
 
 
-def test_matmuls_of_the_graphs_are_scaled(results: Results) -> None:
+def test_matmuls_in_planned_graphs_are_scaled(results: Results) -> None:
     for without, ours in zip(results("plain:none"), results("plain:units"), strict=True):
         assert_same_bits(ours["losses"], without["losses"])
         assert_same_bits(ours["weights"], without["weights"])
@@ -86,35 +86,35 @@ def test_matmuls_of_the_graphs_are_scaled(results: Results) -> None:
 
 
 @pytest.mark.parametrize(("setting", "share"), SHARES.items())
-def test_a_float_is_met_by_all_ranks(setting: str, share: str, results: Results) -> None:
+def test_relative_budget_is_kept_by_all_ranks(setting: str, share: str, results: Results) -> None:
     for without, ours in zip(
         results(f"{setting}:none"), results(f"{setting}:{share}"), strict=True
     ):
         assert ours["peak"] < TOLERANCES.get(setting, 1) * without["peak"]
 
 
-def test_a_float_leads_from_the_smallest_peak_to_that_without_it(results: Results) -> None:
+def test_relative_budget_spans_smallest_to_default_peak(results: Results) -> None:
     named = ("plain:0.0", "plain:0.7", "plain:1.0")
     for ranks in zip(*map(results, named), strict=True):
         least, some, whole = (rank["predicted"] for rank in ranks)
         assert least < some <= least + 0.7 * (whole - least)
 
 
-def test_bytes(results: Results) -> None:
+def test_budget_in_bytes_is_kept_by_all_ranks(results: Results) -> None:
     # The runs take 0.8 of what the first of them predicts.
     budget = int(0.8 * results("plain:1.0")[0]["predicted"])
     assert all(ours["peak"] <= budget for ours in results("plain:bytes"))
 
 
 @pytest.mark.parametrize("run", [run for run in PLANNED if not run.startswith("sizes")])
-def test_the_prediction_is_what_is_measured(run: str, results: Results) -> None:
+def test_predicted_peak_matches_measured_peak(run: str, results: Results) -> None:
     for ours in results(run):
         # Of an accumulated step the last batch comes after gradients that were there before.
         assert ours["measured"] == pytest.approx(ours["predicted"], rel=1e-4)
         assert ours["peak"] == pytest.approx(ours["predicted"], rel=3e-3)
 
 
-def test_nothing_is_kept_of_what_is_gathered(results: Results) -> None:
+def test_gathered_weights_are_freed_after_forward(results: Results) -> None:
     for run in ("plain:1.0", "plain:0.7", "plain:bytes", "accumulated:0.7"):
         for ours in results(run):
             sizes = [num_bytes for shape, num_bytes in ours["saved"] if shape == WEIGHT]
@@ -126,7 +126,7 @@ def test_nothing_is_kept_of_what_is_gathered(results: Results) -> None:
     assert all(num_bytes for shape, num_bytes in kept if shape == WEIGHT)
 
 
-def test_a_budget_below_the_floor_of_a_rank_is_told_by_all(results: Results) -> None:
+def test_budget_below_minimum_of_one_rank_is_an_error_on_all(results: Results) -> None:
     first, second = results("ranks:too little for one")
     assert first["error"] == second["error"]
     floor = int(first["error"].split("achievable peak is")[1].split("(")[1].split()[0])
@@ -135,5 +135,5 @@ def test_a_budget_below_the_floor_of_a_rank_is_told_by_all(results: Results) -> 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused(name: str, results: Results) -> None:
+def test_unsupported_settings_are_an_error(name: str, results: Results) -> None:
     assert REFUSED[name] in results(f"plain:{name}")[0]["error"]

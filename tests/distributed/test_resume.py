@@ -23,7 +23,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["distributed", "whole", "lossless"])
-def test_they_go_on_to_the_bit(kind: str, results: Results) -> None:
+def test_resumed_sharded_training_is_bit_identical(kind: str, results: Results) -> None:
     for found in results(kind):
         assert found["is_folder"] == (kind != "whole")
         assert found["whole"]["gauge"]

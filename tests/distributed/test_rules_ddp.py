@@ -31,7 +31,7 @@ def results(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_model_on_all_ranks(kind: str, results: Callable[[str], Ranks]) -> None:
+def test_all_ranks_have_same_model(kind: str, results: Callable[[str], Ranks]) -> None:
     first, second = results(kind)
     outputs = [
         [one["loss"] for one in each.pop("outputs") if isinstance(one, dict)]

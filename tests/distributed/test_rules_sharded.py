@@ -48,11 +48,11 @@ _REFUSED = {
 
 def _runs_of(test: str, run: str = "") -> list[str]:
     """The runs that a test reads."""
-    if test == "test_in_mixed_precision_it_is_near":
+    if test == "test_mixed_precision_is_close_to_fp32":
         return [_BF16, "ddp:Blocks:plain"]
-    if test == "test_blocks_are_gathered_by_themselves":
+    if test == "test_blocks_are_gathered_one_at_a_time":
         return ["fsdp:Blocks:plain"]
-    return [run, _PAIRS[run]] if test == "test_it_is_the_model_of_ddp" else [run]
+    return [run, _PAIRS[run]] if test == "test_sharded_model_matches_ddp" else [run]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def _is_in_two_ways(run: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", _PAIRS)
-def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
+def test_sharded_model_matches_ddp(run: str, results: Results) -> None:
     of_ranks, expected_of_ranks = results(run), results(_PAIRS[run])
     num_parts = len(of_ranks) // len(expected_of_ranks)
     for rank, found in enumerate(of_ranks):
@@ -118,7 +118,7 @@ def _weights(found: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("run", _PAIRS)
-def test_ranks_have_one_model_and_their_own_data(run: str, results: Results) -> None:
+def test_ranks_have_same_model_and_different_data(run: str, results: Results) -> None:
     first, *_, last = results(run)
     assert_same_bits(first["weights"], last["weights"])
     assert first["plan"] == last["plan"]
@@ -126,13 +126,13 @@ def test_ranks_have_one_model_and_their_own_data(run: str, results: Results) -> 
     assert torch.equal(first["losses"][0], last["losses"][0]) == run.startswith("tensor")
 
 
-def test_blocks_are_gathered_by_themselves(results: Results) -> None:
+def test_blocks_are_gathered_one_at_a_time(results: Results) -> None:
     for found in results("fsdp:Blocks:plain"):
         for path in ("net", "net.blocks.0", "net.blocks.1"):
             assert f"{path}: gathered once" in found["explanation"]
 
 
-def test_in_mixed_precision_it_is_near(results: Results) -> None:
+def test_mixed_precision_is_close_to_fp32(results: Results) -> None:
     for found, expected in zip(results(_BF16), results("ddp:Blocks:plain"), strict=True):
         losses = [loss.double() for loss in found["losses"]]
         torch.testing.assert_close(losses, expected["losses"], rtol=0.02, atol=0.02)
@@ -145,7 +145,7 @@ def test_in_mixed_precision_it_is_near(results: Results) -> None:
 
 
 @pytest.mark.parametrize("run", _SAVED)
-def test_it_goes_on_from_a_checkpoint(run: str, results: Results) -> None:
+def test_resumed_run_is_bit_identical(run: str, results: Results) -> None:
     for found in results(run):
         assert found["is_folder"] == run.endswith("distributed")
         resumed = found["resumed"]
@@ -161,6 +161,6 @@ def test_it_goes_on_from_a_checkpoint(run: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize("run", _REFUSED)
-def test_what_cannot_be_is_refused(run: str, results: Results) -> None:
+def test_unsupported_settings_are_an_error(run: str, results: Results) -> None:
     for found in results(run):
         assert re.match(_REFUSED[run], found["refused"])

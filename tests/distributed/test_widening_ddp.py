@@ -15,7 +15,7 @@ EVENTS = ("Out of FP8 from step 2 on: first.linear", "Back in the finer format f
 
 @pytest.mark.distributed
 @pytest.mark.timeout(150)
-def test_both_ranks_widen_the_same_matmul_in_the_same_step(tmp_path: Path) -> None:
+def test_ranks_widen_same_matmul_at_same_step(tmp_path: Path) -> None:
     run_ranks("tests.distributed.widening_run", tmp_path, timeout=120)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for found in ranks:

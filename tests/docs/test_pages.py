@@ -61,7 +61,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")  # Lightning and torch have much to say to a user
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize("page", list(_pages()), ids=_name)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_code_of_page_runs(page: Path, tmp_path: Path) -> None:
     from my_project import MyData, MyModule
 
     names = {"MyData": MyData, "MyModule": MyModule, "model": MyModule(), "datamodule": MyData()}
@@ -85,7 +85,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("project")
 @pytest.mark.filterwarnings("ignore")
-def test_a_pass_of_a_contributor_runs_below_the_monitor() -> None:
+def test_example_pass_runs_before_monitor() -> None:
     from my_project import MyData, MyModule
 
     names: dict[str, Any] = {"model": MyModule()}

@@ -9,7 +9,7 @@ from lightning_unitscale import callbacks, functional, pipeline, profiler, remat
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
 
 
-def test_every_public_name_has_its_entry() -> None:
+def test_every_public_name_has_reference_entry() -> None:
     pages = "\n".join(page.read_text() for page in REFERENCE.glob("*.md"))
     entries = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
     names = {*lightning_unitscale.__all__, *callbacks.__all__} - {"__version__"}

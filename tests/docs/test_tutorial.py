@@ -21,7 +21,7 @@ def executed(folder: str | Path) -> Any:
 
 
 @pytest.mark.slow
-def test_the_notebook_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
     notebook = executed(tmp_path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

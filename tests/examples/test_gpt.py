@@ -35,7 +35,7 @@ def test_logits_have_a_value_per_byte() -> None:
     assert _tiny()(_tokens(3, 5)).shape == (3, 5, 256)
 
 
-def test_a_position_sees_itself_and_what_is_before_it() -> None:
+def test_attention_is_causal() -> None:
     model = _tiny()
     tokens = _tokens(1, 12)
     changed = tokens.clone()
@@ -44,13 +44,13 @@ def test_a_position_sees_itself_and_what_is_before_it() -> None:
     assert differs.tolist() == [False] * 7 + [True] * 5
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_untrained_loss_is_log_vocabulary_size() -> None:
     loss = _tiny()._loss((_tokens(8, 12), _tokens(8, 12)))
     assert loss.item() == pytest.approx(math.log(256), rel=0.02)
 
 
 @pytest.mark.parametrize("tied_head", [True, False])
-def test_the_head_is_the_embedding_if_tied(tied_head: bool) -> None:
+def test_tied_head_shares_embedding_weight(tied_head: bool) -> None:
     model = _tiny(tied_head=tied_head)
     assert (model.head.weight is model.byte_embedding.weight) == tied_head
     num_heads_weights = 256 * 16
@@ -70,7 +70,7 @@ def test_dropout_is_for_training_only() -> None:
     assert torch.equal(model(tokens), model(tokens))
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_have_weight_decay() -> None:
     model = _tiny(weight_decay=0.3, decay_steps=10)
     optimizer = model.configure_optimizers()["optimizer"]
     decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -89,7 +89,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_the_optimizer_takes_its_own_arguments(optimizer: str) -> None:
+def test_optimizer_gets_its_arguments(optimizer: str) -> None:
     model = _tiny(optimizer=optimizer, betas=[0.8, 0.9], momentum=0.7, decay_steps=10)
     (group, _) = model.configure_optimizers()["optimizer"].param_groups
     if optimizer == "adamw":
@@ -99,7 +99,7 @@ def test_the_optimizer_takes_its_own_arguments(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "learning_rate"), [("adamw", 1e-2), ("sgd", 0.3)])
-def test_it_learns(text_file: Path, optimizer: str, learning_rate: float) -> None:
+def test_gpt_learns(text_file: Path, optimizer: str, learning_rate: float) -> None:
     model = _tiny(optimizer=optimizer, learning_rate=learning_rate, warmup_steps=5)
     data = TextDataModule(str(text_file), context=12, batch_size=16, val_samples=64)
     trainer = _trainer(max_steps=60, gradient_clip_val=1.0, val_check_interval=60)
@@ -124,11 +124,11 @@ def test_every_step_runs_in_a_trainer(text_file: Path, tmp_path: Path) -> None:
     assert torch.equal(loaded(tokens), model(tokens))
 
 
-def test_heads_that_do_not_fit_the_width() -> None:
+def test_indivisible_width_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"`width=18`: 4 heads cannot share it"):
         GPT(width=18, num_heads=4)
 
 
-def test_more_positions_than_the_context() -> None:
+def test_sequence_longer_than_context_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"`tokens` of 13 positions: .* context of 12"):
         _tiny()(_tokens(1, 13))

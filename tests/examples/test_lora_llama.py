@@ -35,7 +35,7 @@ def _fit(*callbacks: pl.Callback) -> tuple[LoraLlama, list[Tensor]]:
     return module, losses.values
 
 
-def test_a_budget_holds_and_changes_no_bit() -> None:
+def test_budget_is_kept_and_bit_identical() -> None:
     plain, plain_losses = _fit()
     whole, remat = RematCallback(1.0), RematCallback(0.3)
     for callback in (whole, remat):
@@ -47,7 +47,7 @@ def test_a_budget_holds_and_changes_no_bit() -> None:
     assert remat.measured_peak_bytes <= 0.62 * whole.measured_peak_bytes
 
 
-def test_only_the_factors_are_trained() -> None:
+def test_only_lora_factors_are_trained() -> None:
     pl.seed_everything(0, verbose=False)
     before = LoraLlama(width=32, depth=2).state_dict()
     after = _fit(UnitScaleCallback(remat=0.6))[0].state_dict()

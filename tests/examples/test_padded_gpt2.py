@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_two_devices_have_the_losses_of_one(tmp_path: Path) -> None:
+def test_losses_on_two_devices_match_one(tmp_path: Path) -> None:
     for devices in (1, 2):
         arguments = ("--devices", str(devices))
         run_ranks("examples.padded_gpt2", tmp_path, *arguments, num_ranks=devices)

@@ -34,26 +34,26 @@ class TestArguments:
             ({"val_fraction": 1.0}, "`val_fraction=1.0`: not a share"),
         ],
     )
-    def test_an_argument_out_of_range_is_named(
+    def test_argument_out_of_range_is_an_error(
         self, arguments: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(ValueError, match=message):
             TextDataModule(**arguments)
 
-    def test_a_folder_without_text(self, tmp_path: Path) -> None:
+    def test_folder_without_text_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "image.bin").write_bytes(b"\x00\x01" * 1000)
         (tmp_path / "blank.txt").write_text("\n \n")
         (tmp_path / ".hidden.txt").write_text("not to be read " * 100)
         with pytest.raises(ValueError, match=r"`path=.*`: it holds no text"):
             TextDataModule(str(tmp_path)).setup("fit")
 
-    def test_a_text_shorter_than_a_window(self, tmp_path: Path) -> None:
+    def test_text_shorter_than_window_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "short.txt").write_text("ten bytes." * 20)
         data = TextDataModule(str(tmp_path), context=64)
         with pytest.raises(ValueError, match=r"held-out part has 20 bytes.*`context=64`"):
             data.setup("fit")
 
-    def test_an_empty_file(self, tmp_path: Path) -> None:
+    def test_empty_file_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "empty.txt").touch()
         with pytest.raises(ValueError, match="holds no text"):
             TextDataModule(str(tmp_path / "empty.txt")).setup("fit")
@@ -68,7 +68,7 @@ class TestSplit:
         assert len((train | val) - newline) == 40
         assert len(val - newline) == 10
 
-    def test_it_depends_on_the_names_alone(self, tmp_path: Path) -> None:
+    def test_split_depends_only_on_file_names(self, tmp_path: Path) -> None:
         first = TextDataModule(str(_folder(tmp_path / "a", 20)), val_fraction=0.3)
         second = TextDataModule(str(_folder(tmp_path / "b", 20)), val_fraction=0.3, seed=7)
         assert np.array_equal(first.text.val, second.text.val)
@@ -84,17 +84,17 @@ class TestSplit:
         by_folder = TextDataModule(str(text_file.parent)).text
         assert np.array_equal(by_file.val, by_folder.val)
 
-    def test_few_large_files_leave_one_for_validation(self, tmp_path: Path) -> None:
+    def test_one_of_few_large_files_is_for_validation(self, tmp_path: Path) -> None:
         data = TextDataModule(str(_folder(tmp_path, 2)), context=16)
         assert len(data.text.train) == len(data.text.val) == 400
 
-    def test_max_bytes_takes_a_fixed_part(self, tmp_path: Path) -> None:
+    def test_max_bytes_takes_same_part_each_time(self, tmp_path: Path) -> None:
         root = str(_folder(tmp_path, 40))
         texts = [TextDataModule(root, context=16, max_bytes=4000).text for _ in range(2)]
         assert np.array_equal(texts[0].train, texts[1].train)
         assert sum(np.count_nonzero(part != 10) for part in (texts[0].train, texts[0].val)) == 4000
 
-    def test_the_default_is_the_standard_library_without_its_tests(self) -> None:
+    def test_default_text_is_standard_library_without_tests(self) -> None:
         data = TextDataModule()
         assert len(data.text.train) > 5e6
         assert 0.08 < len(data.text.val) / len(data.text.train) < 0.12
@@ -140,7 +140,7 @@ class TestWindows:
             assert starts == sorted(set(starts))
             assert all(windows[i][1][-1] <= 25 for i in range(len(windows)))
 
-    def test_test_windows_are_others_than_validation_windows(self, text_file: Path) -> None:
+    def test_test_and_validation_windows_differ(self, text_file: Path) -> None:
         data = TextDataModule(str(text_file), context=8, val_samples=10)
         val, test = (
             {tuple(row.tolist()) for tokens, _ in loader for row in tokens}
@@ -149,7 +149,7 @@ class TestWindows:
         assert len(val) == len(test) == 10
         assert not val & test
 
-    def test_unigram_entropy_is_the_cross_entropy_of_the_targets(self, tmp_path: Path) -> None:
+    def test_unigram_entropy_matches_cross_entropy_of_targets(self, tmp_path: Path) -> None:
         path = tmp_path / "text.txt"
         path.write_text("aab" * 300 + "abz" * 40)
         data = TextDataModule(str(path), context=8, val_samples=5)
@@ -160,7 +160,7 @@ class TestWindows:
         )
         assert data.unigram_entropy_nats == pytest.approx(expected / len(targets))
 
-    def test_iterating_leaves_the_global_random_state_alone(self, text_file: Path) -> None:
+    def test_iterating_does_not_change_global_random_state(self, text_file: Path) -> None:
         data = TextDataModule(str(text_file), context=8)
         state = torch.get_rng_state()
         for loader in (data.train_dataloader(), data.val_dataloader()):
@@ -173,7 +173,7 @@ class TestResume:
         text = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
         return ResumableLoader(RandomWindows(text, 4, 20, seed=1), batch_size=2)
 
-    def test_a_loader_goes_on_where_it_was(self) -> None:
+    def test_resumed_loader_continues_at_same_batch(self) -> None:
         whole = [tokens for tokens, _ in self._loader()]
         loader = self._loader()
         batches = iter(loader)
@@ -200,7 +200,7 @@ class TestResume:
             ({"max_epochs": 3}, 5),
         ],
     )
-    def test_a_resumed_run_sees_the_batches_of_an_uninterrupted_one(
+    def test_resumed_run_sees_same_batches(
         self, text_file: Path, tmp_path: Path, limits: dict[str, int], stop: int
     ) -> None:
         """Resume in the middle of an epoch of four batches, and at its end."""

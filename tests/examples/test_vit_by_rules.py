@@ -10,7 +10,7 @@ from lightning_unitscale.rules.unit_weights import parameter_rms
 from tests.callbacks.runs import QUIET
 
 
-def test_classes_are_directions() -> None:
+def test_classes_are_stripe_directions() -> None:
     data = stripes(64, 0)
     images, labels = data.tensors
     assert images.shape == (64, 3, 32, 32) and set(labels.tolist()) == set(range(NUM_CLASSES))
@@ -22,7 +22,7 @@ def test_classes_are_directions() -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_by_rules() -> None:
+def test_vit_learns_by_rules() -> None:
     pl.seed_everything(0, verbose=False)
     module = ViT(width=32)
     options: dict[str, Any] = {**QUIET, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}

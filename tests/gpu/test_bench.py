@@ -20,7 +20,7 @@ _SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rehearsal(tmp_path: Path) -> None:
+def test_benchmark_runs_on_cpu(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     command = [sys.executable, str(_SCRIPT), "--rehearse", "--output", str(output)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=560)
@@ -35,7 +35,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-def test_what_tests_leave_is_added_up() -> None:
+def test_test_outcomes_are_summarized() -> None:
     def line(test: str, outcome: str, said: str = "") -> dict[str, str]:
         return {"test": test, "outcome": outcome, "said": said}
 
@@ -65,7 +65,7 @@ def test_not_yet(): assert 1 == 2
 """
 
 
-def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
+def test_outcomes_are_written_during_run(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(_FILE)
     (tmp_path / "test_none.py").write_text("import nothing_of_this_name")
     written = tmp_path / "outcomes"
@@ -82,7 +82,7 @@ def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
     assert sum("at the end" in said for said in found["failures"].values()) == 1
 
 
-def test_what_ran_without_fp8_is_named() -> None:
+def test_variants_that_ran_without_fp8_are_reported() -> None:
     names = ("BF16", "dynamic", "constant", "constant, eager")
     rows = [
         {
@@ -100,7 +100,7 @@ def test_what_ran_without_fp8_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_errors_are_those_of_the_outputs() -> None:
+def test_errors_are_measured_on_outputs() -> None:
     """Also after more compilations of the same code than Dynamo allows."""
     torch.manual_seed(0)
     module, x = Layer(32), torch.randn(8, 32, requires_grad=True)

@@ -12,7 +12,7 @@ from tests.gpu.models import losses, train
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_fp8_beside_its_simulation(precision: str, device: torch.device) -> None:
+def test_fp8_matches_its_simulation(precision: str, device: torch.device) -> None:
     if (reason := why_no_fp8(device)) is not None:
         pytest.skip(reason)
     fp8 = UnitScaleCallback(precision=FP8(exclude=None, grid="fixed"))
@@ -25,7 +25,7 @@ def test_fp8_beside_its_simulation(precision: str, device: torch.device) -> None
     assert fp8.coverage.fraction_of_flops("format") > 0.5
 
 
-def test_stochastic_rounding_is_the_same_in_another_run(device: torch.device) -> None:
+def test_stochastic_rounding_is_reproducible(device: torch.device) -> None:
     first, second = (
         train(device, [UnitScaleCallback(simulate=Simulate("fp8", rounding="stochastic"))])
         for _ in range(2)

@@ -55,7 +55,7 @@ def _not_accurate_yet(device: torch.device, request: pytest.FixtureRequest) -> N
 
 
 @pytest.mark.usefixtures("_not_accurate_yet")
-def test_the_peak_of_a_step(device: torch.device) -> None:
+def test_predicted_peak_of_step(device: torch.device) -> None:
     width, context, batch = (512, 256, 16) if device.type == "cuda" else (64, 64, 8)
     others = _others(device)
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_the_peak_of_a_step(device: torch.device) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_not_accurate_yet")
-def test_the_peak_of_a_budget(device: torch.device) -> None:
+def test_predicted_peak_within_budget(device: torch.device) -> None:
     others = _others(device)
     callback = RematCallback(BUDGET)
     train(device, [callback])

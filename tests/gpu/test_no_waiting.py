@@ -58,7 +58,9 @@ class _Waits(pl.Callback):
     ],
     ids=["units", "fp8", "captured", "u-mup"],
 )
-def test_steps_after_the_first(make: Callable[[], pl.Callback], device: torch.device) -> None:
+def test_steps_after_first_do_not_synchronize(
+    make: Callable[[], pl.Callback], device: torch.device
+) -> None:
     waits = _Waits()
     monitor = ScaleMonitor(every_n_steps=_SAMPLED_EVERY, on_violation=None)
     train(device, [waits, make(), monitor], steps=8)

@@ -18,7 +18,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def test_odd_modules(case: Case, device: torch.device) -> None:
+def test_conformance_modules_are_bit_identical(case: Case, device: torch.device) -> None:
     if case.on_cpu and device.type != "cpu":
         pytest.skip(f"tests/conformance runs it: {case.on_cpu}")
     try:

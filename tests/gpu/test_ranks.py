@@ -10,7 +10,7 @@ from tests.gpu.models import train
 from tests.helpers import assert_same_bits
 
 
-def test_ddp(device: torch.device) -> None:
+def test_ddp_is_bit_identical(device: torch.device) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU at most; tests/distributed has two processes on a CPU")
     options = {"devices": 2, "strategy": "ddp_spawn"}

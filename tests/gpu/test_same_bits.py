@@ -26,7 +26,7 @@ _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("arrangement", _ARRANGEMENTS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_a_gpt(arrangement: str, precision: str, device: torch.device) -> None:
+def test_gpt_is_bit_identical(arrangement: str, precision: str, device: torch.device) -> None:
     plain = train(device, precision=precision)
     callbacks = _ARRANGEMENTS[arrangement]()
     scaled = train(device, callbacks, precision=precision)
@@ -45,7 +45,7 @@ def tf32() -> Iterator[None]:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("arrangement", _ARRANGEMENTS)
-def test_a_gpt_in_tf32(arrangement: str, device: torch.device, tf32: None) -> None:
+def test_gpt_in_tf32_is_bit_identical(arrangement: str, device: torch.device, tf32: None) -> None:
     plain = train(device)
     scaled = train(device, _ARRANGEMENTS[arrangement]())
     assert_same_bits((scaled.outputs, scaled.weights), (plain.outputs, plain.weights))
@@ -55,7 +55,7 @@ def test_a_gpt_in_tf32(arrangement: str, device: torch.device, tf32: None) -> No
 
 
 @pytest.mark.slow
-def test_a_memory_budget(device: torch.device) -> None:
+def test_memory_budget_is_bit_identical(device: torch.device) -> None:
     plain, budget = RematCallback(1.0), RematCallback(BUDGET)
     expected = train(device, [plain])
     assert_same_bits(train(device, [budget]).weights, expected.weights)
@@ -84,7 +84,7 @@ def test_captured_steps_in_cuda_graphs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "default, TF32"])
-def test_a_module_that_the_user_compiles(
+def test_user_compiled_module_is_bit_identical(
     mode: str, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
     mode, _, has_tf32 = mode.partition(", ")

@@ -50,7 +50,7 @@ def train(
 
 
 @pytest.mark.parametrize("names_optimizer", [True, False])
-def test_training_and_evaluation_in_turns(names_optimizer: bool, tmp_path: Path) -> None:
+def test_alternating_training_and_evaluation(names_optimizer: bool, tmp_path: Path) -> None:
     model, optimizer = new()
     expected = train(model, optimizer, batches()), model.state_dict()
     model, optimizer = new()
@@ -79,7 +79,7 @@ def test_training_and_evaluation_in_turns(names_optimizer: bool, tmp_path: Path)
     assert has_torchs_own_kernels()
 
 
-def test_what_matmuls_read_is_stored_near_1() -> None:
+def test_matmul_operands_are_stored_near_rms_1() -> None:
     model, optimizer = new()
     monitor = ScaleMonitor(every_n_steps=1)
     with attach(model, optimizer, [monitor, UnitScaleCallback(recalibrate=1)]):
@@ -96,7 +96,7 @@ def test_what_matmuls_read_is_stored_near_1() -> None:
 
 
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"simulate": "E3M2FN"}])
-def test_a_format_as_in_a_trainer_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+def test_format_matches_trainer_and_resumes(options: dict[str, Any], tmp_path: Path) -> None:
     data = batches(12)
     model, optimizer = new()
     plain = train(model, optimizer, data)
@@ -127,7 +127,7 @@ def test_a_format_as_in_a_trainer_is_resumed(options: dict[str, Any], tmp_path: 
     assert_same_bits(([*first, *rest], model.state_dict()), whole)
 
 
-def test_two_models_with_an_optimizer_each() -> None:
+def test_two_models_with_separate_optimizers() -> None:
     """A GAN: a step of one model is not a step of the other."""
 
     def play(callbacks: dict[str, list[Any]]) -> list[Tensor]:
@@ -162,7 +162,7 @@ def test_two_models_with_an_optimizer_each() -> None:
         assert "0.linear" in monitor.snapshots[0].names
 
 
-def test_what_nobody_holds_is_forgotten() -> None:
+def test_unreferenced_attachment_is_freed() -> None:
     model, optimizer = new()
     attach(model, optimizer, METHODS["both"]())
     train(model, optimizer, batches(2))
@@ -174,7 +174,7 @@ def test_what_nobody_holds_is_forgotten() -> None:
     assert has_torchs_own_kernels()
 
 
-def test_copies_are_plain() -> None:
+def test_copies_of_attached_model_are_unscaled() -> None:
     """Copies for averaged weights, and files of whole modules, are unscaled."""
     model, optimizer = new()
     with attach(model, optimizer, METHODS["both"]()) as attachment:
@@ -187,7 +187,7 @@ def test_copies_are_plain() -> None:
 
 
 @pytest.mark.parametrize("on_violation", ["stop", "raise"])
-def test_a_violation(on_violation: Any) -> None:
+def test_violation_raises_or_stops(on_violation: Any) -> None:
     model, optimizer = new()
     monitor = ScaleMonitor(every_n_steps=1, on_violation=on_violation)
     with attach(model, optimizer, monitor) as attachment:
@@ -202,7 +202,7 @@ def test_a_violation(on_violation: Any) -> None:
         assert attachment.should_stop
 
 
-def test_the_gradient_of_a_loss_outside_is_that_of_the_result() -> None:
+def test_loss_outside_module_gives_gradient_of_result() -> None:
     model, optimizer = new()
     monitor = ScaleMonitor(every_n_steps=1)
     ((x, y),) = batches(1)
@@ -217,7 +217,7 @@ def test_the_gradient_of_a_loss_outside_is_that_of_the_result() -> None:
     assert seen == pytest.approx(float(result.grad.square().mean().sqrt().log2()), abs=1e-4)
 
 
-def test_gradients_are_shown_without_the_loss_scale() -> None:
+def test_gradients_exclude_loss_scale() -> None:
     """And a step that the scaler skips is none: its batches are part of the next."""
     rms = []
     for is_scaled in (False, True):
@@ -270,7 +270,7 @@ def _group() -> Iterator[None]:
     ],
     ids=["compiled", "in place", "replica of it", "replica compiled", "replica in place"],
 )
-def test_a_compiled_module(compiled: Callable[[nn.Module], nn.Module]) -> None:
+def test_compiled_module_is_bit_identical(compiled: Callable[[nn.Module], nn.Module]) -> None:
     results = []
     for how in ("without", "both"):
         model, optimizer = new()
@@ -287,7 +287,7 @@ def test_a_compiled_module(compiled: Callable[[nn.Module], nn.Module]) -> None:
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 1, 2]
 
 
-def test_what_is_called_is_not_what_is_attached() -> None:
+def test_calling_other_compiled_copy_warns() -> None:
     model, optimizer = new()
     with attach(model, optimizer, METHODS["both"]()):
         compiled = torch.compile(model, backend="aot_eager")
@@ -329,7 +329,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_leaves_the_module_as_it_was(name: str) -> None:
+def test_bad_input_is_an_error_and_restores_module(name: str) -> None:
     call, kind, text = BAD[name]
     model, optimizer = new()
     with pytest.raises(kind, match=text):
@@ -338,7 +338,7 @@ def test_bad_input_leaves_the_module_as_it_was(name: str) -> None:
     assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-def test_a_twin_that_comes_later_is_refused() -> None:
+def test_adding_duplicate_callback_is_an_error() -> None:
     model, optimizer = new()
     with attach(model, optimizer, ScaleMonitor()) as attachment:
         with pytest.raises(ValueError, match="ScaleMonitor is given 2 times"):
@@ -346,7 +346,7 @@ def test_a_twin_that_comes_later_is_refused() -> None:
         assert len(attachment.callbacks) == 1
 
 
-def test_a_module_is_attached_once() -> None:
+def test_attaching_module_twice_is_an_error() -> None:
     model, optimizer = new()
     with (
         attach(model, optimizer, ScaleMonitor()),

@@ -33,7 +33,7 @@ class LossNet(Net):
         return F.cross_entropy(self(x), y) + F.cross_entropy(self.down(x.repeat(1, 2)), y)
 
 
-def test_another_method_than_forward() -> None:
+def test_other_method_than_forward() -> None:
     results = []
     for methods in ((), "loss"):
         torch.manual_seed(3)
@@ -82,7 +82,7 @@ def descend(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return losses
 
 
-def test_an_optimizer_that_is_not_torchs() -> None:
+def test_optimizer_that_is_not_a_torch_optimizer() -> None:
     results = []
     for callbacks in ([], METHODS["both"]()):
         model, _ = new()
@@ -109,7 +109,7 @@ class Private(torch.optim.Optimizer):
         self.original_optimizer.zero_grad(set_to_none)
 
 
-def test_an_optimizer_that_holds_another() -> None:
+def test_optimizer_that_wraps_optimizer() -> None:
     model, optimizer = new()
     optimizer = Private(optimizer)
     with attach(model, optimizer, METHODS["both"]()) as attachment:
@@ -117,7 +117,7 @@ def test_an_optimizer_that_holds_another() -> None:
     assert attachment.step_index == NUM_STEPS
 
 
-def test_an_optimizer_is_of_the_module_while_it_has_one_of_its_parameters() -> None:
+def test_optimizer_belongs_to_module_if_they_share_parameters() -> None:
     model, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     steps = OptimizerSteps(model, None)
@@ -138,7 +138,7 @@ class Compiled:
         self.zero_grad = optimizer.zero_grad
 
 
-def test_a_step_that_is_compiled() -> None:
+def test_compiled_optimizer_step() -> None:
     results = []
     for callbacks in ([], METHODS["both"]()):
         torch._dynamo.reset()
@@ -164,7 +164,7 @@ def minimize(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     return losses
 
 
-def test_closures() -> None:
+def test_optimizer_closures() -> None:
     """Calls within a step are of that step."""
     results = []
     for callbacks in ([], METHODS["both"]()):
@@ -177,7 +177,7 @@ def test_closures() -> None:
     assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 1, 2]
 
 
-def test_closures_that_do_not_call_the_module() -> None:
+def test_closures_that_do_not_call_module() -> None:
     model, optimizer = new()
     other = nn.Linear(16, 16)
     with (
@@ -187,7 +187,7 @@ def test_closures_that_do_not_call_the_module() -> None:
         minimize(other, optimizer)
 
 
-def test_a_model_that_is_trained_in_evaluation_mode() -> None:
+def test_training_in_evaluation_mode() -> None:
     """This happens with frozen norms. The first step shows that these calls are training."""
     results = []
     for callbacks in ([], METHODS["both"]()):
@@ -216,7 +216,7 @@ class Heard(LoopCallback):
         self.told.append("evaluation")
 
 
-def test_an_evaluation_with_gradients_is_not_of_training() -> None:
+def test_evaluation_with_gradients_is_not_training() -> None:
     model, optimizer = new()
     heard = Heard()
     with attach(model, optimizer, heard):
@@ -227,7 +227,7 @@ def test_an_evaluation_with_gradients_is_not_of_training() -> None:
     assert heard.told == 3 * ["batch", "evaluation"]
 
 
-def test_an_optimizer_that_nobody_names() -> None:
+def test_unseen_optimizer_warns_at_detach() -> None:
     model, _ = new()
     attachment = attach(model, None, METHODS["both"]())
     (x, y), *_ = batches(1)
@@ -238,7 +238,7 @@ def test_an_optimizer_that_nobody_names() -> None:
 
 
 @pytest.mark.parametrize(("by_hand", "num_calls"), [(True, 4), (False, 256)])
-def test_a_loop_without_an_optimizer_is_told_while_it_trains(by_hand: bool, num_calls: int) -> None:
+def test_loop_without_optimizer_warns_during_training(by_hand: bool, num_calls: int) -> None:
     model, _ = new()
     (x, y), *_ = batches(1)
     with attach(model):
@@ -251,7 +251,7 @@ def test_a_loop_without_an_optimizer_is_told_while_it_trains(by_hand: bool, num_
         model(x)
 
 
-def test_a_first_call_and_loaded_weights_are_no_training() -> None:
+def test_first_call_and_load_state_dict_are_not_training() -> None:
     model, optimizer = new()
     (x, y), *_ = batches(1)
     with attach(model, optimizer):
@@ -261,7 +261,7 @@ def test_a_first_call_and_loaded_weights_are_no_training() -> None:
         optimizer.step()
 
 
-def test_nothing_of_a_module_is_ever_seen() -> None:
+def test_module_whose_calls_are_never_seen_warns() -> None:
     """The loop has stored the method before, and creates its own optimizer."""
     model, optimizer = new()
     forward = model.forward
@@ -275,7 +275,7 @@ def test_nothing_of_a_module_is_ever_seen() -> None:
             own.step()
 
 
-def test_a_thread_that_evaluates_meanwhile() -> None:
+def test_evaluation_in_other_thread_during_training() -> None:
     """The thread's call runs while the model is trained."""
     is_within, may_leave = Event(), Event()
 
@@ -304,7 +304,7 @@ def test_a_thread_that_evaluates_meanwhile() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-def test_a_module_that_is_exported_while_it_is_attached() -> None:
+def test_attached_module_can_be_exported() -> None:
     """Loggers that draw the module export it."""
     model, optimizer = new()
     x = batches(1)[0][0]
@@ -328,7 +328,7 @@ class Replicated(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["attached", "transformed"])
-def test_a_replica_is_plain(how: str) -> None:
+def test_data_parallel_replica_is_unscaled(how: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(4, 4, bias=False), torch.randn(8, 4)
     expected = Replicated(model)(x)
@@ -340,7 +340,7 @@ def test_a_replica_is_plain(how: str) -> None:
     assert_same_bits(found, expected)
 
 
-def test_gradients_in_a_batch() -> None:
+def test_batched_gradients_are_not_measured() -> None:
     """Statistics of batched gradients are not measured."""
     model, optimizer = new()
     units, monitor = METHODS["both"]()
@@ -353,7 +353,7 @@ def test_gradients_in_a_batch() -> None:
     assert [snapshot.step for snapshot in monitor.snapshots] == [0]
 
 
-def test_a_module_that_torch_func_calls() -> None:
+def test_module_called_by_torch_func() -> None:
     """Nothing of it can be shown, which is said."""
     results = []
     for callbacks in ([], METHODS["both"]()):
@@ -393,7 +393,7 @@ def with_weights(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     return copied
 
 
-def test_a_copy_with_all_attributes_has_its_own_weights() -> None:
+def test_shallow_copy_with_own_weights() -> None:
     results = []
     for callbacks in ([], METHODS["both"]()):
         model, optimizer = new()
@@ -420,14 +420,14 @@ class Named(LossNet):
     loss, forward = Net.forward, LossNet.loss
 
 
-def test_a_method_of_another_name_is_pickled() -> None:
+def test_pickled_module_has_plain_methods() -> None:
     model = Named()
     with attach(model, None, METHODS["both"](), methods="loss"):
         other = pickle.loads(pickle.dumps(model))
     assert (other.loss.__func__, other.forward.__func__) == (Named.loss, Named.forward)
 
 
-def test_a_method_that_somebody_has_kept() -> None:
+def test_stored_method_works_after_detach() -> None:
     """It works after the end as the module's own does."""
     results = []
     for callbacks in ([], METHODS["both"]()):
@@ -446,7 +446,7 @@ def test_a_method_that_somebody_has_kept() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_what_reads_a_method_of_an_attached_module() -> None:
+def test_signature_and_export_of_attached_method() -> None:
     (model, optimizer), (other, _) = new(), new(4)
     model.eval(), other.eval()
     ((x, _),) = batches(1)

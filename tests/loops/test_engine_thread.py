@@ -26,7 +26,7 @@ def train(loop: str, method: str, folder: Path) -> Outcome:
 @pytest.mark.slow_cases(6)
 @pytest.mark.parametrize("method", ["both", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_same_bits(loop: str, method: str, tmp_path: Path) -> None:
+def test_engine_thread_is_bit_identical(loop: str, method: str, tmp_path: Path) -> None:
     expected = train(loop, method, tmp_path / "here")
     with backward_on_engine_thread():
         found = train(loop, method, tmp_path / "there")

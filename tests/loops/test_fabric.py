@@ -54,7 +54,7 @@ def train(
 @pytest.mark.parametrize(
     ("precision", "is_compiled"), [("32-true", False), ("32-true", True), ("bf16-mixed", False)]
 )
-def test_two_models(precision: str, is_compiled: bool, tmp_path: Path) -> None:
+def test_two_models_are_bit_identical(precision: str, is_compiled: bool, tmp_path: Path) -> None:
     callbacks = METHODS["both"]()
     found = train(callbacks, tmp_path / "with", precision, is_compiled)
     assert_same_bits(found, train([], tmp_path / "without", precision, is_compiled))
@@ -114,7 +114,7 @@ def trained(
     return module, model, attachment
 
 
-def test_the_steps_of_a_lightning_module() -> None:
+def test_steps_of_lightning_module_in_fabric() -> None:
     _, _, attachment = trained(
         Stepping, lambda model, batch, index: model.training_step(batch, index)
     )
@@ -129,7 +129,7 @@ class Scored(Net):
         return F.cross_entropy(self.down(F.gelu(self.norm(self.up(x)))), y)
 
 
-def test_a_method_that_is_marked() -> None:
+def test_method_marked_as_forward() -> None:
     def mark(model: Any) -> None:
         model.mark_forward_method("score")
         model.mark_forward_method(model.score)
@@ -145,7 +145,7 @@ def test_a_method_that_is_marked() -> None:
     assert "mark_forward_method" not in vars(model)
 
 
-def test_a_model_that_callbacks_are_not_told_of() -> None:
+def test_setup_module_without_callbacks_is_an_error() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=METHODS["both"]())
     fabric.launch()
     model, optimizer = new()
@@ -155,7 +155,7 @@ def test_a_model_that_callbacks_are_not_told_of() -> None:
         optimizer.step()
 
 
-def test_bad_callbacks() -> None:
+def test_bad_callbacks_are_an_error() -> None:
     for callbacks, kind, text in (
         (
             [ScaleMonitor],

@@ -64,7 +64,7 @@ def train(
     [{}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}],
     ids=["eager", "compiled"],
 )
-def test_a_language_model(options: dict[str, Any], tmp_path: Path) -> None:
+def test_language_model_is_bit_identical(options: dict[str, Any], tmp_path: Path) -> None:
     callbacks = METHODS["both"]()
     plain = train([], tmp_path / "plain", **options)
     assert_same_bits(train([HFCallback(callbacks)], tmp_path, **options), plain)
@@ -79,7 +79,7 @@ def test_a_language_model(options: dict[str, Any], tmp_path: Path) -> None:
             assert list((tmp_path / "scales").glob("events*"))
 
 
-def test_a_model_that_holds_the_module(tmp_path: Path) -> None:
+def test_module_is_found_inside_wrapper(tmp_path: Path) -> None:
     module, optimizer = new(0)
     held = SimpleNamespace(name="held", other=torch.nn.Linear(2, 2), body=module)
     callback = HFCallback([UnitScaleCallback()], log_dir=tmp_path)
@@ -93,7 +93,7 @@ def test_a_model_that_holds_the_module(tmp_path: Path) -> None:
         callback.on_train_begin(*arguments, model=SimpleNamespace(), optimizer=optimizer)
 
 
-def test_bad_callbacks() -> None:
+def test_bad_callbacks_are_an_error() -> None:
     with pytest.raises(TypeError, match=r"callbacks=ScaleMonitor: .*Write ScaleMonitor\(\)"):
         HFCallback([ScaleMonitor])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="ScaleMonitor is given 2 times"):

@@ -65,7 +65,7 @@ def _nested() -> tuple[Whole, Descent]:
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_attachments_that_end_in_any_order(order: tuple[int, ...]) -> None:
+def test_attachments_end_in_any_order(order: tuple[int, ...]) -> None:
     """Attachments of a module and of its parts, with one optimizer."""
     results = []
     for is_attached in (False, True):
@@ -90,7 +90,7 @@ def test_attachments_that_end_in_any_order(order: tuple[int, ...]) -> None:
 @pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("how", ["both", "fp8", "monitor"])
 @pytest.mark.parametrize("where", ["call", "loss", "backward", "optimizer", "loop"])
-def test_an_error_within_an_attachment(how: str, where: str) -> None:
+def test_error_inside_attachment_restores_model(how: str, where: str) -> None:
     """After an error in a function or a context, the callbacks can be used again."""
     model, optimizer = new()
     before = _fingerprint(model, optimizer)
@@ -151,7 +151,7 @@ class _Refusing(type(METHODS["monitor"]()[0])):  # type: ignore[misc]
         raise LookupError
 
 
-def test_a_start_that_fails() -> None:
+def test_failed_attach_restores_model() -> None:
     model, optimizer = new()
     before = _fingerprint(model, optimizer)
     with pytest.raises(LookupError):
@@ -164,7 +164,7 @@ def test_a_start_that_fails() -> None:
     assert difference(before, _fingerprint(model, optimizer)) == {}
 
 
-def test_another_wrapper_of_the_call_stays() -> None:
+def test_later_wrapper_of_forward_is_kept() -> None:
     """Some packages wrap ``forward`` after the callbacks are attached."""
     model, optimizer = new()
     attachment = attach(model, optimizer, METHODS["both"]())
@@ -184,7 +184,7 @@ def test_another_wrapper_of_the_call_stays() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_fabric(order: tuple[int, int]) -> None:
+def test_fabric_attachments_end_in_any_order(order: tuple[int, int]) -> None:
     callbacks = METHODS["both"]()
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
     fabric.launch()
@@ -212,7 +212,9 @@ def test_fabric(order: tuple[int, int]) -> None:
 @pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("where", ["data", "step", "callback"])
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_hugging_face(where: str, error: type[BaseException], tmp_path: Path) -> None:
+def test_hugging_face_error_restores_model(
+    where: str, error: type[BaseException], tmp_path: Path
+) -> None:
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     is_failing = True

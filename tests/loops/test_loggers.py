@@ -119,7 +119,7 @@ def check_names(rows: list[dict[str, Any]], used: ScaleMonitor) -> None:
 
 @pytest.mark.parametrize("flush_every", [1, 100])
 @pytest.mark.parametrize("package", PACKAGES)
-def test_csv(package: str, flush_every: int, tmp_path: Path) -> None:
+def test_csv_file_has_scales(package: str, flush_every: int, tmp_path: Path) -> None:
     """Columns come later, and no row is lost, whenever the file is rewritten."""
     logger_class = import_module(f"{package}.loggers").CSVLogger
     used = monitor()
@@ -142,7 +142,7 @@ def test_csv(package: str, flush_every: int, tmp_path: Path) -> None:
     assert len(runs["with"]) == len(own) + len(scales) + len(alerts) + len(summary)
 
 
-def test_fabric(tmp_path: Path) -> None:
+def test_fabric_csv_logger_has_scales(tmp_path: Path) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.loggers import CSVLogger
 
@@ -226,7 +226,7 @@ def check_wandb(rows: list[dict[str, Any]], run_dir: str, used: ScaleMonitor) ->
         assert {cells[0] for cells in table["data"]} == set(snapshot.names)
 
 
-def test_wandb_beside_others(tmp_path: Path) -> None:
+def test_wandb_with_other_loggers(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     loggers = import_module("lightning.pytorch.loggers")
     own: dict[str, list[dict[str, Any]]] = {}
@@ -267,7 +267,7 @@ def plain_loop(log: Callable[[float, int], None], *loggers: Any) -> ScaleMonitor
 
 
 @pytest.mark.parametrize("names_step", [False, True])
-def test_a_wandb_run_keeps_its_axis(names_step: bool, tmp_path: Path) -> None:
+def test_wandb_run_keeps_its_step_axis(names_step: bool, tmp_path: Path) -> None:
     """Logs are part of the user's rows: their number and their axis are as without."""
     wandb = pytest.importorskip("wandb")
     run = wandb.init(project="plain", dir=tmp_path)
@@ -308,7 +308,7 @@ def check_mlflow(client: Any, run_id: str, used: ScaleMonitor) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_mlflow(package: str, tmp_path: Path) -> None:
+def test_mlflow_logger_has_scales(package: str, tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     logger = import_module(f"{package}.loggers").MLFlowLogger(save_dir=str(tmp_path / "runs"))
     used = monitor()
@@ -318,7 +318,7 @@ def test_mlflow(package: str, tmp_path: Path) -> None:
     assert [item.step for item in losses] == list(range(6))
 
 
-def test_an_mlflow_run(tmp_path: Path) -> None:
+def test_mlflow_run_in_plain_loop(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
     with mlflow.start_run() as run:
@@ -333,7 +333,7 @@ def trackio_rows(project: str) -> list[tuple[int, dict[str, Any]]]:
     return [(step, json.loads(values)) for step, values in rows]
 
 
-def test_a_trackio_run() -> None:
+def test_trackio_run_in_plain_loop() -> None:
     trackio = pytest.importorskip("trackio")
     run = trackio.init(project="plain")
     used = plain_loop(lambda loss, step: run.log({"loss": loss}, step=step), run)
@@ -346,7 +346,7 @@ def test_a_trackio_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_hugging_face(name: str, tmp_path: Path) -> None:
+def test_hugging_face_loggers_have_scales(name: str, tmp_path: Path) -> None:
     package = pytest.importorskip(name)
     transformers = pytest.importorskip("transformers")
     used = monitor()
@@ -395,14 +395,14 @@ def test_hugging_face(name: str, tmp_path: Path) -> None:
     check_names(scales, used)
 
 
-def test_an_unknown_logger() -> None:
+def test_unknown_logger_is_an_error() -> None:
     model, optimizer = new()
     with pytest.raises(TypeError, match=r"loggers='runs': unknown logger. Expected one"):
         attach(model, optimizer, ScaleMonitor(), loggers="runs")
     assert "forward" not in vars(model)
 
 
-def test_tables_become_rare_and_the_last_one_is_there() -> None:
+def test_tables_are_thinned_and_last_is_kept() -> None:
     steps = Thinning({"table": 8})
     taken = [step for step in range(64) if steps.due(step, complete=step == 33)]
     assert taken == [*range(8), 8, 10, 12, 14, 16, 20, 24, 28, 32, 33, 40, 48, 56]

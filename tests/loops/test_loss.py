@@ -62,11 +62,11 @@ def train(callbacks: list[Any], num_steps: int = 5) -> tuple[list[Tensor], dict[
 
 
 @pytest.mark.parametrize("how", ["monitor", "lossless", "both"])
-def test_the_same_bits(how: str) -> None:
+def test_loss_outside_module_is_bit_identical(how: str) -> None:
     assert_same_bits(train(METHODS[how]()), train([]))
 
 
-def test_its_matmuls_are_in_units() -> None:
+def test_matmuls_of_loss_are_scaled() -> None:
     callback = UnitScaleCallback()
     train([callback])
     coverage = callback.coverage
@@ -77,7 +77,7 @@ def test_its_matmuls_are_in_units() -> None:
     assert inputs[0].log2_sigma > inputs[1].log2_sigma + 5
 
 
-def test_its_matmuls_are_rounded_and_no_others() -> None:
+def test_only_matmuls_of_loss_are_rounded() -> None:
     model, optimizer = new()
     frozen = nn.Linear(16, 16, bias=False).requires_grad_(False)
     seen: list[Tensor] = []

@@ -58,7 +58,7 @@ def _cases() -> Iterator[Any]:
 # A metric has other values at each step, of which Dynamo makes constants by rules.
 @pytest.mark.filterwarnings("ignore:.*captured again in:UserWarning")
 @pytest.mark.parametrize(("loop", "method", "name"), list(_cases()))
-def test_the_same_bits(
+def test_every_loop_is_bit_identical(
     loop: str, method: str, name: str, expected: Results, tmp_path: Path
 ) -> None:
     found = train(loop, method, name, tmp_path)
@@ -74,7 +74,7 @@ def test_the_same_bits(
 
 
 @pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop not in TRAINERS])
-def test_rules_are_refused(loop: str, tmp_path: Path) -> None:
+def test_rules_are_an_error_in_other_loops(loop: str, tmp_path: Path) -> None:
     callbacks = METHODS["u-mup"]()
     with pytest.raises(ValueError, match=r"method=.*u-mup.*Use lightning_unitscale\.transforms"):
         LOOPS[loop](zoo.new("Tied"), zoo.batches("Tied", 2), callbacks, tmp_path)

@@ -81,7 +81,7 @@ def fit(
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("how", KINDS)
-def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
+def test_callbacks_are_bit_identical(how: str, tmp_path: Path) -> None:
     callbacks = KINDS[how]()
     assert_same_bits(fit(callbacks, tmp_path / "with"), fit([], tmp_path / "without"))
     for callback in callbacks:
@@ -99,7 +99,7 @@ def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_run_by_rules_is_resumed(tmp_path: Path) -> None:
+def test_rule_based_run_resumes(tmp_path: Path) -> None:
     losses, weights, _ = fit([UnitScaleCallback("u-mup")], tmp_path / "whole")
     first, *_ = fit([UnitScaleCallback("u-mup")], tmp_path / "first", max_epochs=1)
     assert not torch.equal(first[0], fit([], tmp_path / "plain", max_epochs=1)[0][0])
@@ -112,7 +112,7 @@ def test_a_run_by_rules_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
+def test_lightning_cli_accepts_callbacks(tmp_path: Path) -> None:
     """The command line imports this package through a class path."""
     script = tmp_path / "run.py"
     script.write_text(
@@ -129,7 +129,7 @@ def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
     assert "training_step: 5 of 5 matmuls scaled" in done.stdout + done.stderr
 
 
-def test_a_pipeline_is_refused() -> None:
+def test_pipeline_strategy_is_an_error() -> None:
     """Its Trainer accepts only strategies of its own package, and reports this."""
     from lightning_unitscale import PipelineStrategy
 

@@ -24,7 +24,7 @@ _RUN = "tests.loops.resumed_run"
     "ignore:ScaleMonitor. the Trainer has no logger", "ignore:Checkpoint directory"
 )
 @pytest.mark.parametrize("loop", RESUMED)
-def test_a_run_that_was_killed(loop: str, tmp_path: Path) -> None:
+def test_killed_run_resumes(loop: str, tmp_path: Path) -> None:
     if loop in ("accelerate", "hugging_face"):
         pytest.importorskip({"hugging_face": "transformers"}.get(loop, loop))
     _kill(loop, tmp_path, num_ranks=1)
@@ -34,7 +34,7 @@ def test_a_run_that_was_killed(loop: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_were_killed(tmp_path: Path) -> None:
+def test_killed_processes_resume(tmp_path: Path) -> None:
     for loop in RESUMED_TOGETHER:
         _kill(loop, tmp_path, num_ranks=2)
         # A folder with the parts of both.

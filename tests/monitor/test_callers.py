@@ -67,7 +67,7 @@ def _paths(module: nn.Module, step: Callable[[], Any]) -> list[tuple[str, str | 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("kind", ["function", "object", "method", "partial"])
-def test_a_closure_is_part_of_the_step(kind: str, by_keyword: bool) -> None:
+def test_closure_is_part_of_step(kind: str, by_keyword: bool) -> None:
     module = nn.Sequential(nn.Linear(3, 2))
     several = Closures(module)
     closure = {
@@ -82,6 +82,6 @@ def test_a_closure_is_part_of_the_step(kind: str, by_keyword: bool) -> None:
     assert found == [("mm", None), ("linear", "0"), ("mm", None)]
 
 
-def test_an_optimizer_without_a_closure_is_no_part_of_the_step() -> None:
+def test_optimizer_without_closure_is_not_part_of_step() -> None:
     module = nn.Sequential(nn.Linear(3, 2))
     assert _paths(module, lambda: Multiplying(module).step()) == [("mm", None)] * 2

@@ -55,7 +55,9 @@ def _whole() -> Any:
         (_whole, "training_step", ("input.batch_0", "input.batch_1")),
     ],
 )
-def test_compiled(make: Callable[[], Any], name: str, inputs: tuple[str, ...]) -> None:
+def test_compiled_module_has_inputs_and_outputs(
+    make: Callable[[], Any], name: str, inputs: tuple[str, ...]
+) -> None:
     def graphs(*callbacks: Any) -> Any:
         torch._dynamo.reset()
         counters.clear()

@@ -49,7 +49,7 @@ def assert_close(found: Metrics.Data | None, wanted: Metrics.Data) -> None:
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.dtype}",
 )
-def test_numbers_are_those_of_torch(tensor: torch.Tensor) -> None:
+def test_metrics_match_torch_reductions(tensor: torch.Tensor) -> None:
     metrics = Metrics(tensor)
     assert_close(metrics.fwd, expected(tensor))
     assert metrics.bwd is None
@@ -57,7 +57,7 @@ def test_numbers_are_those_of_torch(tensor: torch.Tensor) -> None:
     assert_close(metrics.bwd, expected(2 * tensor))
 
 
-def test_a_constant_has_no_deviation() -> None:
+def test_constant_has_zero_std() -> None:
     assert Metrics(torch.full((1000,), -0.1)).fwd.std == 0.0
 
 
@@ -72,18 +72,18 @@ def test_nan_and_inf_are_not_hidden() -> None:
     assert Metrics(torch.tensor([-math.inf])).fwd.abs_min == math.inf
 
 
-def test_an_empty_tensor_has_only_a_size() -> None:
+def test_empty_tensor_has_only_numel() -> None:
     empty = Metrics(torch.zeros(0, 3)).fwd
     assert empty.numel == 0
     assert math.isnan(empty.mean_abs) and math.isnan(empty.abs_max)
 
 
-def test_other_types_are_refused() -> None:
+def test_integer_tensor_is_an_error() -> None:
     with pytest.raises(ValueError, match="floating-point"):
         Metrics(torch.arange(3))
 
 
-def test_names() -> None:
+def test_metric_names() -> None:
     assert Metrics.names() == ["mean_abs", "abs_mean", "std", "abs_max", "abs_min", "numel"]
     assert Metrics.full_names() == [Metrics.get_full_name(name) for name in Metrics.names()]
     assert Metrics.get_full_name("std") == "standard deviation"
@@ -91,7 +91,7 @@ def test_names() -> None:
         Metrics.get_full_name("median")
 
 
-def test_names_are_those_of_the_peer() -> None:
+def test_metric_names_match_reference() -> None:
     peer = pytest.importorskip("unit_scaling.transforms").Metrics
     assert Metrics.names() == peer.names()
     assert Metrics.full_names() == peer.full_names()
@@ -105,5 +105,5 @@ def test_equality_and_text() -> None:
     assert "mean_abs" in str(Metrics(tensor))
 
 
-def test_a_row_begins_with_what_is_read_of_it() -> None:
+def test_moments_are_first_columns_of_row() -> None:
     assert MOMENTS.columns == MOMENT_COLUMNS

@@ -51,7 +51,7 @@ def assert_same_rows(ours: ScaleSnapshot, theirs: ScaleSnapshot) -> None:
         np.testing.assert_allclose(*rows, rtol=1e-6, atol=1e-12)
 
 
-def test_the_demo() -> None:
+def test_demo_has_names_of_captured_graph() -> None:
     def data() -> Any:
         return DataLoader([demo_batch(2)] * 2, batch_size=None)
 
@@ -115,12 +115,12 @@ class Constants(Small):
 
 
 @pytest.mark.parametrize("kind", [Operators, Layers, Constants, Regression])
-def test_the_names_of_the_graph(kind: type[Regression]) -> None:
+def test_eager_names_match_captured_graph(kind: type[Regression]) -> None:
     watched, captured = snapshot(kind, loader), snapshot(kind, loader, Capturing())
     assert_same_rows(watched, captured)
 
 
-def test_inside_attention_and_through_casts() -> None:
+def test_names_inside_attention_and_casts() -> None:
     class Attention(Small):
         def build(self) -> None:
             self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -150,7 +150,7 @@ def test_inside_attention_and_through_casts() -> None:
         ({"include": "*.getitem*"}, []),
     ],
 )
-def test_patterns_are_about_the_names_that_people_see(options: Any, shown: list[str]) -> None:
+def test_patterns_match_displayed_names(options: Any, shown: list[str]) -> None:
     def data() -> Any:
         return DataLoader([demo_batch(2)] * 2, batch_size=None)
 
@@ -168,7 +168,7 @@ def test_patterns_are_about_the_names_that_people_see(options: Any, shown: list[
 @pytest.mark.parametrize(
     "options", [{"method": "u-mup"}, {"remat": "min_cut"}, {"precision": "fp8"}]
 )
-def test_what_matmuls_read_where_passes_rewrite_the_step(options: Any) -> None:
+def test_operands_are_marked_in_rewritten_steps(options: Any) -> None:
     def data() -> Any:
         return DataLoader([demo_batch(2)] * 2, batch_size=None)
 
@@ -181,7 +181,7 @@ def test_what_matmuls_read_where_passes_rewrite_the_step(options: Any) -> None:
     assert any(plain.matmuls) and rewritten.matmuls == plain.matmuls
 
 
-def test_what_a_batch_is_made_of() -> None:
+def test_batch_inputs_have_names() -> None:
     class Batch(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             named = batch["named"]
@@ -199,7 +199,7 @@ def test_what_a_batch_is_made_of() -> None:
     assert statistics.numel == 24
 
 
-def test_what_an_optimizer_and_a_logger_do_has_no_rows() -> None:
+def test_optimizer_and_logger_have_no_rows() -> None:
     class Manual(Small):
         def build(self) -> None:
             self.automatic_optimization = False
@@ -228,7 +228,7 @@ def test_what_an_optimizer_and_a_logger_do_has_no_rows() -> None:
     assert np.isfinite(found.log2_rms("backward")[found.names.index("first.linear")])
 
 
-def test_gradients_of_a_backward_pass_in_the_step_that_is_differentiated_are_left_out() -> None:
+def test_inner_gradients_of_penalty_are_left_out() -> None:
     """With a gradient penalty, the row shows the gradient of the loss."""
     seen: list[Tensor] = []
 
@@ -247,7 +247,7 @@ def test_gradients_of_a_backward_pass_in_the_step_that_is_differentiated_are_lef
     assert row.rms == pytest.approx(float(seen[-1].square().mean().sqrt()))
 
 
-def test_results_of_an_autograd_function() -> None:
+def test_autograd_function_results_have_names() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def test_results_of_an_autograd_function() -> None:
     assert gradients[place["first.linear"]] == gradients[place["Twice"]] + 1
 
 
-def test_accumulated_batches_and_several_calls_are_one_row() -> None:
+def test_accumulated_batches_and_repeated_calls_share_row() -> None:
     class Shared(Small):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.hidden(x))
@@ -286,7 +286,7 @@ def test_accumulated_batches_and_several_calls_are_one_row() -> None:
         assert one.numel == 2 * 4 * 8
 
 
-def test_steps_that_are_not_sampled_run_the_users_own_method() -> None:
+def test_unsampled_steps_run_original_method() -> None:
     seen: list[tuple[int, bool]] = []
 
     class Looking(Regression):
@@ -300,7 +300,7 @@ def test_steps_that_are_not_sampled_run_the_users_own_method() -> None:
     assert seen == [(0, True), (1, True), (2, False), (3, True), (4, False), (5, True)]
 
 
-def test_results_live_no_longer_than_they_would() -> None:
+def test_monitor_does_not_extend_tensor_lifetimes() -> None:
     alive: list[bool] = []
 
     class Freeing(Small):
@@ -316,7 +316,7 @@ def test_results_live_no_longer_than_they_would() -> None:
     assert alive == [False, False]
 
 
-def test_a_checkpoint_has_no_tensors_of_its_own() -> None:
+def test_checkpoint_adds_no_tensors() -> None:
     class Checkpointed(Small):
         def forward(self, x: Tensor) -> Tensor:
             result: Tensor = checkpoint(super().forward, x, use_reentrant=False)

@@ -30,7 +30,7 @@ def _writes_after_a_break(a: nn.Linear, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_same_tensors, _writes_after_a_break])
-def test_bits_stay_what_they_are(function: Callable[..., Any]) -> None:
+def test_probes_are_bit_identical(function: Callable[..., Any]) -> None:
     plain = Call(function, nn.Linear(64, 64))
     module, probes = probed_copy(plain)
     x = torch.randn(32, 64)
@@ -51,7 +51,7 @@ def test_two_backward_passes_through_one_graph() -> None:
     assert (counted[list(map(snapshot.names.index, ("sum", "sum_1")))] == 1).all()
 
 
-def test_the_gradient_of_a_sum_is_one_number_in_memory() -> None:
+def test_expanded_gradient_of_sum_is_measured() -> None:
     """Expanded, it has as many elements as the tensor: none of them may be read beyond its end."""
     module, probes = probed_copy(Call(lambda a, x: a(x).sum(), nn.Linear(4, 3)))
     module(torch.randn(500, 4)).backward()
@@ -69,7 +69,7 @@ class Table(nn.Module):
         return torch.full((3, 4), 2.0) @ torch.full((4, 3), 0.5)
 
 
-def test_a_graph_without_inputs() -> None:
+def test_graph_without_inputs_is_probed() -> None:
     def in_a_loop(layer: nn.Module, table: nn.Module, x: Tensor) -> Tensor:
         for _ in range(2):
             graph_break()  # Dynamo passes over the loop, and captures each layer by itself

@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", MODULES)
-def test_same_bits(kind: str, every: int) -> None:
+def test_monitored_run_is_bit_identical(kind: str, every: int) -> None:
     found, callbacks = assert_same_run(MODULES[kind], lambda: [ScaleMonitor(every_n_steps=every)])
     snapshots = monitor_of(callbacks).snapshots
     assert snapshots
@@ -39,12 +39,12 @@ def test_same_bits(kind: str, every: int) -> None:
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
 @pytest.mark.parametrize("kind", ["Reentrant", "Encoder", "Hooks", "Views"])
-def test_same_bits_in_modes_of_the_trainer(kind: str, options: Any) -> None:
+def test_trainer_modes_are_bit_identical(kind: str, options: Any) -> None:
     assert_same_run(MODULES[kind], lambda: [ScaleMonitor(every_n_steps=1)], **options)
 
 
 @pytest.mark.parametrize("is_again", [False, True])
-def test_an_error_leaves_nothing_behind(is_again: bool) -> None:
+def test_error_restores_torch_and_module(is_again: bool) -> None:
     """The error is in the step, or in a checkpoint's recomputation in the backward pass."""
 
     class Failing(Reentrant):

@@ -57,7 +57,7 @@ def graph() -> ScalesGraph:
     return made
 
 
-def test_non_float_tensors(graph: ScalesGraph) -> None:
+def test_prune_non_float_tensors(graph: ScalesGraph) -> None:
     pruned = prune_non_float_tensors(graph)
     assert arguments(pruned) == {
         "x": ((), {}),
@@ -71,7 +71,7 @@ def test_non_float_tensors(graph: ScalesGraph) -> None:
     pruned.lint()
 
 
-def test_same_scale_tensors(graph: ScalesGraph) -> None:
+def test_prune_same_scale_tensors(graph: ScalesGraph) -> None:
     pruned = prune_same_scale_tensors(prune_non_float_tensors(graph))
     # The concatenation reads two tensors, and the dropout's gradient is another one.
     assert arguments(pruned) == {
@@ -85,7 +85,7 @@ def test_same_scale_tensors(graph: ScalesGraph) -> None:
     assert "dropout" not in arguments(prune_same_scale_tensors(graph, rtol=0.5))
 
 
-def test_a_gradient_on_one_side_only_keeps_a_node() -> None:
+def test_missing_gradient_on_one_side_keeps_node() -> None:
     made = ScalesGraph()
     x = described(made.placeholder("x"), 1.0)
     y = described(made.call_method("view", (x,)), 1.0, 1.0)
@@ -95,7 +95,7 @@ def test_a_gradient_on_one_side_only_keeps_a_node() -> None:
     assert len(prune_same_scale_tensors(made).nodes) == 2
 
 
-def test_selected_nodes(graph: ScalesGraph) -> None:
+def test_prune_selected_nodes(graph: ScalesGraph) -> None:
     pruned = prune_selected_nodes(graph, ["view", torch.cat, "w"])
     assert arguments(pruned) == {
         "x": ((), {}),
@@ -109,7 +109,7 @@ def test_selected_nodes(graph: ScalesGraph) -> None:
     }
 
 
-def test_the_argument_stays_as_it_is(graph: ScalesGraph) -> None:
+def test_pruning_does_not_change_its_argument(graph: ScalesGraph) -> None:
     before = arguments(graph)
     for result in (
         prune_non_float_tensors(graph),
@@ -123,7 +123,7 @@ def test_the_argument_stays_as_it_is(graph: ScalesGraph) -> None:
     assert arguments(graph) == before == arguments(copy.deepcopy(graph))
 
 
-def test_bad_arguments(graph: ScalesGraph) -> None:
+def test_bad_arguments_are_an_error(graph: ScalesGraph) -> None:
     plain = fx.symbolic_trace(nn.Linear(2, 2)).graph
     for prune in (prune_non_float_tensors, prune_same_scale_tensors):
         with pytest.raises(RuntimeError, match="track_scales"):
@@ -134,7 +134,7 @@ def test_bad_arguments(graph: ScalesGraph) -> None:
     assert len(prune_selected_nodes(plain, []).nodes) == len(plain.nodes)
 
 
-def test_five_thousand_nodes() -> None:
+def test_pruning_takes_linear_time() -> None:
     made = ScalesGraph()
     hub = described(made.placeholder("x"), 1.0)
     last = hub
@@ -169,7 +169,7 @@ class Model(nn.Module):
         return torch.gather(h, -1, best.unsqueeze(-1)).sum(), best
 
 
-def test_a_tracked_model() -> None:
+def test_pruning_of_tracked_model() -> None:
     model, tokens = track_scales(Model()), torch.randint(0, 20, (3, 5))
     model(tokens)[0].backward()
     floats = prune_non_float_tensors(model.scales_graph())

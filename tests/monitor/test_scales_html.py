@@ -55,7 +55,7 @@ def row(graph: ScalesGraph, mean_abs: float) -> list[str]:
     return Table(graph._repr_html_()).styles[-1]
 
 
-def test_a_tracked_graph_is_a_table() -> None:
+def test_tracked_graph_is_shown_as_table() -> None:
     model = track_scales(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
     model(torch.randn(5, 4)).sum().backward()
     graph = model.scales_graph()
@@ -76,7 +76,7 @@ def test_a_tracked_graph_is_a_table() -> None:
     assert graph.tabulate("github").startswith("|")
 
 
-def test_pruned_graphs_are_tables_too() -> None:
+def test_pruned_graphs_are_shown_as_tables() -> None:
     model = track_scales(nn.Linear(4, 3))
     model(torch.randn(5, 4))
     graph = prune_non_float_tensors(model.scales_graph())
@@ -105,7 +105,7 @@ def test_colors_follow_the_scale() -> None:
     assert opacity(row(ScalesGraph(), 1.0)[4]) == -1.0
 
 
-def test_an_empty_graph() -> None:
+def test_empty_graph_has_only_header() -> None:
     graph = track_scales(nn.Linear(2, 2)).scales_graph()
     assert len(graph.nodes) == 0
     assert len(Table(graph._repr_html_()).rows) == 1

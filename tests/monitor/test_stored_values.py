@@ -77,7 +77,9 @@ class _Function(torch.overrides.TorchFunctionMode):
 
 @pytest.mark.parametrize("histogram", [True, False])
 @pytest.mark.parametrize("casts", [True, False])
-def test_stored_values(histogram: bool, casts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_values_match_scaled_operands(
+    histogram: bool, casts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matmuls = Matmuls((-10, -12), -20)
     matmuls.casts = casts
     monkeypatch.setattr(watcher_file, "watching", matmuls.watching)
@@ -113,7 +115,7 @@ def test_stored_values(histogram: bool, casts: bool, monkeypatch: pytest.MonkeyP
             )
 
 
-def test_before_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_lack_units_before_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     matmuls = Matmuls((None, None), None)
     monkeypatch.setattr(watcher_file, "watching", matmuls.watching)
     watcher, model = StepWatcher(RowLayout((FP16,)), lambda *_: True), Model()
@@ -130,7 +132,7 @@ def test_before_units(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.log2_sigma[found.names.index("weight")] == 0
 
 
-def test_a_name_whose_tensor_no_matmul_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_no_longer_read_by_matmul_is_unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
     matmuls = Matmuls((-10, -12), -20)
     monkeypatch.setattr(watcher_file, "watching", matmuls.watching)
     watcher, model = StepWatcher(RowLayout((FP16,)), lambda *_: True), Model()

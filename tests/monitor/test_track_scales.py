@@ -88,7 +88,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_has_the_metrics_of_the_plain_step(name: str) -> None:
+def test_every_tensor_has_metrics_of_plain_step(name: str) -> None:
     module, args = MODELS[name]()
     tracked = track_scales(module)
     wanted = oracle(module, *args)
@@ -122,7 +122,7 @@ def test_metadata_of_nodes() -> None:
     assert nodes["add"].meta["metrics"] is None
 
 
-def test_names_are_those_of_variables_however_often_the_code_has_run() -> None:
+def test_clean_names_are_variable_names_in_every_call() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +160,7 @@ def test_forward_only_and_evaluation() -> None:
     assert_close(found.fwd, expected(2 * x))
 
 
-def test_the_last_call_and_its_last_backward_pass_count() -> None:
+def test_metrics_are_of_last_call_and_backward_pass() -> None:
     model = track_scales(Call(lambda a, x: a(x).sum(), nn.Linear(4, 3)))
     first, second = torch.randn(5, 4), torch.randn(7, 4)
     (model(first) + 3 * model(second)).backward()
@@ -205,7 +205,7 @@ def test_graph_breaks_make_one_graph() -> None:
     assert set(directions(model).values()) == {"both"}
 
 
-def test_a_module_used_after_graph_breaks() -> None:
+def test_module_called_after_graph_breaks() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -230,7 +230,7 @@ def test_a_module_used_after_graph_breaks() -> None:
     assert all(one.meta["metrics"].bwd for one in linear)
 
 
-def test_checkpoints_stand_in_line() -> None:
+def test_checkpointed_nodes_are_inlined() -> None:
     def function(a: nn.Linear, b: nn.Linear, x: Tensor) -> Tensor:
         h = checkpoint(lambda y: F.gelu(b(F.relu(a(y)))), x, use_reentrant=False)
         return h.sum()
@@ -244,7 +244,7 @@ def test_checkpoints_stand_in_line() -> None:
     assert not any("checkpoint" in name for name in found)
 
 
-def test_other_tensors_do_not_disturb() -> None:
+def test_complex_integer_and_empty_tensors_are_ignored() -> None:
     def function(a: nn.Linear, x: Tensor, i: Tensor, empty: Tensor) -> dict[str, Any]:
         z = torch.view_as_complex(a(x).view(5, 2, 2)) * 1j
         keep = i > 2
@@ -276,7 +276,7 @@ def test_frozen_and_parameterless_modules() -> None:
     assert all(one.grad is None for one in model.parameters())
 
 
-def test_new_shapes() -> None:
+def test_new_shapes_are_measured() -> None:
     model = track_scales(Call(lambda a, x: a(x).sum(), nn.Linear(4, 3)))
     for size in (5, 7, 2):
         model(torch.randn(size, 4)).backward()
@@ -285,7 +285,7 @@ def test_new_shapes() -> None:
         assert found.fwd.numel == found.bwd.numel == 3 * size
 
 
-def test_the_peer_finds_the_same() -> None:
+def test_metrics_match_reference_package() -> None:
     peer = pytest.importorskip("unit_scaling.transforms")
 
     def function(e: nn.Embedding, a: nn.Linear, tokens: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ graph_break = torch._dynamo.graph_break
 
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_bits_stay_what_they_are(name: str) -> None:
+def test_tracked_module_is_bit_identical(name: str) -> None:
     module, inputs = NETWORKS[name]()
     tracked = track_scales(module)
     assert_same_bits(run(tracked, *inputs), run(module, *inputs))
@@ -34,7 +34,7 @@ def test_bits_stay_what_they_are(name: str) -> None:
     prune_same_scale_tensors(prune_non_float_tensors(graph)).lint()
 
 
-def test_inputs_of_the_caller_are_left_alone() -> None:
+def test_inputs_of_caller_are_not_changed() -> None:
     model = track_scales(Call(lambda a, x, y: (a(x) * y["scale"]).sum(), nn.Linear(4, 3)))
     x, scale = torch.randn(5, 4), torch.randn(3)
     model(x, {"scale": scale}).backward()
@@ -49,7 +49,7 @@ def test_inputs_of_the_caller_are_left_alone() -> None:
     assert asking.grad is not None and scale.grad is None
 
 
-def test_gradient_penalty() -> None:
+def test_gradient_penalty_is_bit_identical() -> None:
     plain = Call(lambda a, x: a(x).pow(2).sum(), nn.Linear(4, 3))
     results = []
     for model in (plain, track_scales(plain)):
@@ -61,7 +61,7 @@ def test_gradient_penalty() -> None:
     assert_same_bits(*results)
 
 
-def test_state_that_the_module_keeps() -> None:
+def test_module_state_is_unchanged_by_tracking() -> None:
     class Running(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -87,7 +87,7 @@ def test_state_that_the_module_keeps() -> None:
     copy.deepcopy(tracked)
 
 
-def test_kernels_that_depend_on_gradients_stay_the_same() -> None:
+def test_gradient_dependent_kernels_do_not_change() -> None:
     def function(a: nn.Linear, x: Tensor, mask: Tensor, small: Tensor) -> Tensor:
         q = a(x)[None, None]
         h = F.scaled_dot_product_attention(q, q, q, mask)[0, 0]
@@ -101,7 +101,7 @@ def test_kernels_that_depend_on_gradients_stay_the_same() -> None:
     assert set(found.values()) == {"both"}
 
 
-def test_what_torch_gives_no_gradient_is_tracked_forward() -> None:
+def test_tensors_without_gradient_are_tracked_forward_only() -> None:
     """Class weights of a loss, which torch refuses if they require a gradient."""
 
     def function(a: nn.Linear, x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_what_torch_gives_no_gradient_is_tracked_forward() -> None:
     assert found["input.args_2"] == found["mul"] == "fwd"
 
 
-def test_a_tensor_handed_on_as_it_is_has_one_gradient() -> None:
+def test_no_op_results_share_one_gradient() -> None:
     """Autograd sums the gradients of ``x.float()`` and of ``x`` in one go: they are one tensor."""
 
     def function(a: nn.Linear, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class ReturnsItsInput(nn.Module):
 
 
 @pytest.mark.parametrize("is_leaf", [True, False])
-def test_gradients_of_an_input_are_added_up_in_the_plain_order(is_leaf: bool) -> None:
+def test_input_gradients_are_added_in_plain_order(is_leaf: bool) -> None:
     module = ReturnsItsInput()
     tracked = track_scales(module)
     # Which sums round differently is a matter of luck.
@@ -167,13 +167,13 @@ def test_gradients_of_an_input_are_added_up_in_the_plain_order(is_leaf: bool) ->
         assert found.numel == x.numel()
 
 
-def test_an_input_has_no_hook() -> None:
+def test_inputs_have_no_hooks() -> None:
     x = torch.randn(8, 16, requires_grad=True)
     track_scales(ReturnsItsInput())(x)
     assert not x._backward_hooks
 
 
-def test_results_between_graph_breaks_are_those_of_the_plain_module() -> None:
+def test_results_between_graph_breaks_match_plain_module() -> None:
     class Asking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -200,7 +200,7 @@ def test_results_between_graph_breaks_are_those_of_the_plain_module() -> None:
     assert directions(model)["cos"] == "both"
 
 
-def test_tensors_of_a_step_are_let_go() -> None:
+def test_tensors_of_step_are_freed() -> None:
     class Keeping(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.exp()
@@ -216,7 +216,7 @@ def test_tensors_of_a_step_are_let_go() -> None:
     assert [one() for one in alive] == [None] * 3
 
 
-def test_copies_and_twice_tracked_modules() -> None:
+def test_copied_and_twice_tracked_modules() -> None:
     plain = nn.Linear(4, 3)
     model = track_scales(track_scales(plain))
     assert model.weight is not plain.weight
@@ -229,12 +229,12 @@ def test_copies_and_twice_tracked_modules() -> None:
     assert set(directions(model).values()) == {"both"}
 
 
-def test_a_module_compiled_by_the_user_is_refused() -> None:
+def test_compiled_module_is_an_error() -> None:
     with pytest.raises(ValueError, match="compiled already"):
         track_scales(torch.compile(nn.Linear(2, 2)))
 
 
-def test_an_error_in_the_step_keeps_the_last_graph() -> None:
+def test_error_in_step_keeps_last_graph() -> None:
     class Failing(nn.Module):
         fails = False
 
@@ -279,7 +279,7 @@ def test_with_lossless_unit_scaling_in_either_order() -> None:
     assert graphs[0] == graphs[1]
 
 
-def test_with_units_that_are_still_being_measured() -> None:
+def test_units_that_are_still_being_measured() -> None:
     """Without an initial loss, lossless unit scaling measures in the first real step."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     x = torch.randn(5, 8)

@@ -199,7 +199,7 @@ def _loss(output: Any) -> Tensor:
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training(kind: str, wrap: str) -> None:
+def test_tracked_training_matches_plain_training(kind: str, wrap: str) -> None:
     torch.manual_seed(1)
     plain = KINDS[kind]()
     batches = [torch.randn(4, 6) * scale for scale in (3.0, 0.1, 20.0)]
@@ -238,7 +238,7 @@ def test_a_tracked_module_cannot_be_pickled() -> None:
         pickle.dumps(track_scales(Small()))
 
 
-def test_what_is_known_of_an_input_only_in_part_is_left_out() -> None:
+def test_partly_known_input_gradient_is_left_out() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def test_what_is_known_of_an_input_only_in_part_is_left_out() -> None:
         assert (found.bwd is None) == (kind is not None), kind
 
 
-def test_the_gradient_of_an_input_comes_through_writes_and_random_numbers() -> None:
+def test_input_gradient_passes_writes_and_dropout() -> None:
     def step(a: nn.Linear, x: Tensor) -> Tensor:
         x = x * 2
         x += 1
@@ -291,7 +291,7 @@ def test_the_gradient_of_an_input_comes_through_writes_and_random_numbers() -> N
     assert_close(found.bwd, expected(asking.grad))
 
 
-def test_a_backward_pass_that_fails_leaves_the_next_one_alone() -> None:
+def test_failed_backward_pass_does_not_affect_next() -> None:
     def fail(gradient: Tensor) -> None:
         raise LookupError("on purpose")
 
@@ -310,7 +310,7 @@ def test_a_backward_pass_that_fails_leaves_the_next_one_alone() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_around_the_module(use_reentrant: bool) -> None:
+def test_checkpoint_around_tracked_module(use_reentrant: bool) -> None:
     plain = Small()
     tracked, x = track_scales(plain), torch.randn(4, 6)
     gradients = []
@@ -327,7 +327,7 @@ def test_a_checkpoint_around_the_module(use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_with_rules(is_first: bool) -> None:
+def test_tracking_composes_with_rules(is_first: bool) -> None:
     plain, x = Call(lambda one, x: one(x).square().mean(), Small()), torch.randn(4, 6)
     scaled = unit_scale(plain)
     module = track_scales(scaled) if is_first else unit_scale(track_scales(plain))
@@ -342,7 +342,7 @@ def test_with_rules(is_first: bool) -> None:
     assert "track scales" in module.explain()
 
 
-def test_a_reentrant_checkpoint_leaves_torch_as_it_was() -> None:
+def test_reentrant_checkpoint_restores_torch() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -38,7 +38,7 @@ def train(*, poison=False, **where):
     return monitor
 
 
-def test_the_command_sums_up_a_run(tmp_path, capsys):
+def test_command_summarizes_run(tmp_path, capsys):
     train(log_dir=tmp_path, poison=True)
     main(["diagnose", str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -95,7 +95,7 @@ def test_errors_have_exit_status_2(tmp_path, capsys):
 SUMMARY = "coverage: 5 of 5 matmuls scaled"
 
 
-def test_a_csv_file_has_the_summary(tmp_path):
+def test_csv_file_has_summary(tmp_path):
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     train(loggers=logger)
     logger.save()
@@ -121,7 +121,7 @@ def test_wandb_and_trackio_get_the_summary(monkeypatch):
         assert step == 2 and SUMMARY in values["scales/diagnosis"]
 
 
-def test_mlflow_gets_the_summary_as_a_text(monkeypatch):
+def test_mlflow_gets_summary_as_text(monkeypatch):
     texts = {}
 
     class Client:
@@ -137,7 +137,7 @@ def test_mlflow_gets_the_summary_as_a_text(monkeypatch):
     assert SUMMARY in texts["scales/diagnosis.txt"]
 
 
-def test_a_logger_of_numbers_gets_numbers_only():
+def test_numeric_logger_gets_only_numbers():
     logged = []
     train(loggers=NumberWriter(lambda values, step: logged.append(values)))
     assert all(isinstance(value, float) for values in logged for value in values.values())
@@ -156,7 +156,7 @@ class _Poisoned(Regression):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_each_of_two_trainings_has_its_own_summary(accumulate, tmp_path):
+def test_two_trainings_have_separate_summaries(accumulate, tmp_path):
     """One pair of callbacks for two trainers of a process, the first of which has a NaN."""
     monitor, unit_scale = ScaleMonitor(every_n_steps=1), UnitScaleCallback()
     texts = []

@@ -59,7 +59,7 @@ def trained() -> tuple[Loss, tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("format", ["E4M3FN", "E2M1FN", "MXFP8_E4M3", "NVFP4"])
-def test_the_predicted_order_is_the_measured_one(trained, format):
+def test_predicted_order_matches_measurement(trained, format):
     module, batch = trained
     found = {True: [], False: []}
     with metering(module, batch, {}, (format,)) as meter:
@@ -78,7 +78,7 @@ def test_the_predicted_order_is_the_measured_one(trained, format):
 
 
 @pytest.mark.slow
-def test_on_a_moving_grid_the_change_of_the_loss_is_that_of_the_steps_own_place(trained):
+def test_moving_grid_loss_change_matches_measurement(trained):
     module, batch = trained
     own = SimulateFormat("E2M1FN", "E2M1FN", grid="moving")
     with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
@@ -94,7 +94,7 @@ def test_on_a_moving_grid_the_change_of_the_loss_is_that_of_the_steps_own_place(
 
 
 @pytest.mark.slow
-def test_the_gain_of_exemptions_is_the_measured_one(trained):
+def test_gain_of_exemptions_matches_measurement(trained):
     module, batch = trained
     own, grids = SimulateFormat("E2M1FN", "E2M1FN", grid="moving"), range(16)
     with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
@@ -128,7 +128,7 @@ def test_the_gain_of_exemptions_is_the_measured_one(trained):
             assert gain.gradient_error == pytest.approx(error - rest, rel=0.25)
 
 
-def test_a_report_has_the_grid_and_the_options_of_the_modules_format(trained):
+def test_report_uses_format_options_of_module(trained):
     module, batch = trained
     plain = SimulateFormat("NVFP4", "NVFP4", exclude="head", exempt=[("conv", "forward")])
     squares = SimulateFormat(
@@ -162,7 +162,7 @@ def test_without_units_nvfp4_has_a_scale_per_call():
     assert added(simulate_format(layer, "NVFP4", "NVFP4")) == pytest.approx(added(layer), rel=0.3)
 
 
-def test_errors_are_those_of_the_rounded_matmul(trained):
+def test_added_error_matches_rounded_matmul(trained):
     module, batch = trained
     report = precision_report(module, *batch, formats=("E3M2FN",), directions=1, pairs=1)
     layer, seen = module.head, []
@@ -195,7 +195,7 @@ def test_gradient_errors_of_weights_are_exact(trained):
             assert row.loss_change == pytest.approx(measured, rel=1e-3)
 
 
-def test_a_large_estimate_is_measured(trained):
+def test_large_estimates_are_measured(trained):
     module, batch = trained
     with metering(module, batch, {}, ("E2M1FN",)) as meter:
 
@@ -216,7 +216,7 @@ def test_a_large_estimate_is_measured(trained):
     assert [key[0] for key in large_estimates(squares, 3.1, Effort(64), 8)] == ["b"]
 
 
-def test_the_first_place_is_measured_once(trained):
+def test_first_grid_position_is_measured_once(trained):
     module, batch = trained
     own = SimulateFormat("E2M1FN", "E2M1FN", grid="moving")
     with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
@@ -231,7 +231,7 @@ def test_the_first_place_is_measured_once(trained):
         )
 
 
-def test_on_a_moving_grid_gradient_errors_of_weights_are_averaged_over_places(trained):
+def test_moving_grid_weight_errors_are_averaged(trained):
     module, batch = trained
     own = SimulateFormat("E2M1FN", "E2M1FN", grid="moving")
     with metering(module, batch, {}, ("E2M1FN",), own=own) as meter:
@@ -251,7 +251,7 @@ def test_on_a_moving_grid_gradient_errors_of_weights_are_averaged_over_places(tr
         assert row.lasting != pytest.approx(error(1), rel=1e-3)
 
 
-def test_the_module_stays_as_it_is(trained):
+def test_report_does_not_change_module(trained):
     module, batch = trained
     module(*batch).backward()
     before = copy.deepcopy(module.state_dict())
@@ -266,7 +266,7 @@ def test_the_module_stays_as_it_is(trained):
         parameter.grad = None
 
 
-def test_reasons_are_those_of_the_modules_own_format():
+def test_reasons_match_format_of_module():
     layers = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16), nn.Linear(16, 7))
     fast = fp8_linears(
         lossless_unit_scale(layers, torch.randn(8, 32)),
@@ -290,7 +290,7 @@ def test_reasons_are_those_of_the_modules_own_format():
     assert report.predicted().loss_change == in_format[0].loss_change
 
 
-def test_a_kernel_out_of_reach_is_listed():
+def test_opaque_kernel_is_listed():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -307,7 +307,7 @@ def test_a_kernel_out_of_reach_is_listed():
     assert listed and all(row.reason and row.loss_change is None for row in listed)
 
 
-def test_the_smallest_set_leaves_the_wanted_share(trained):
+def test_smallest_exemption_reaches_requested_share(trained):
     module, batch = trained
     report = precision_report(module, *batch, formats=("E2M1FN",), directions=2, pairs=1)
     exempt = report.smallest_exemption(0.25)
@@ -323,7 +323,7 @@ def test_the_smallest_set_leaves_the_wanted_share(trained):
         report.smallest_exemption(2.0)
 
 
-def test_what_is_exempt_is_not_rounded(trained):
+def test_exempt_computations_are_not_rounded(trained):
     module, batch = trained
     exempt = [("*", "forward"), ("head", "input_gradient"), ("conv*", "weight_gradient")]
     report = precision_report(
@@ -333,7 +333,7 @@ def test_what_is_exempt_is_not_rounded(trained):
     assert report.as_json()["exempt"][:3] == [list(each) for each in exempt]
 
 
-def test_one_direction_alone_is_rounded():
+def test_single_direction_is_rounded():
     layer, x = nn.Linear(16, 16), torch.randn(8, 16)
 
     def run(exempt):
@@ -352,7 +352,7 @@ def test_one_direction_alone_is_rounded():
     assert not torch.equal(others[1], plain[1])
 
 
-def test_both_gradients_of_a_convolution_are_separate():
+def test_convolution_gradients_are_exempt_separately():
     layer, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
 
     def run(*exempt):
@@ -369,7 +369,7 @@ def test_both_gradients_of_a_convolution_are_separate():
     assert not torch.equal(rounded[1], exact[1])
 
 
-def test_fp8_layers_leave_out_single_computations():
+def test_fp8_layers_exempt_single_computations():
     torch.manual_seed(0)
     layer, x = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
 
@@ -391,7 +391,7 @@ def test_fp8_layers_leave_out_single_computations():
     torch.testing.assert_close(weight_gradient, 2 * result.T @ x)
 
 
-def test_a_sketch_keeps_distances():
+def test_sketch_preserves_distances():
     torch.manual_seed(0)
     one, error = torch.randn(300, 257), 0.01 * torch.randn(300, 257)
     found = (sketch([one + error]) - sketch([one])).norm()
@@ -415,7 +415,7 @@ def test_a_module_keeps_a_method_named_log():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_report_of_a_nan_states_no_numbers():
+def test_report_with_nan_has_no_numbers():
     layer, x = nn.Linear(16, 16), torch.full((4, 16), math.nan)
     report = precision_report(layer, x, loss=lambda y: y.square().mean(), directions=1, pairs=1)
     found = json.loads(json.dumps(report.as_json(), allow_nan=False))
@@ -424,7 +424,7 @@ def test_a_report_of_a_nan_states_no_numbers():
     assert found["remainder"] is None and found["exempt"] == []
 
 
-def test_names_with_characters_of_globs_can_be_exempt():
+def test_names_with_glob_characters_can_be_exempt():
     layers = nn.ModuleDict({"[x]*": nn.Linear(16, 16)})
 
     class Step(nn.Module):
@@ -443,7 +443,7 @@ def test_names_with_characters_of_globs_can_be_exempt():
     assert without.together["E4M3FN"].gradient_error == 0.0
 
 
-def test_wrong_arguments_are_refused():
+def test_bad_arguments_are_an_error():
     layer, x = nn.Linear(16, 16), torch.randn(4, 16)
     with pytest.raises(ValueError, match="no scalar loss"):
         precision_report(layer, x)

@@ -91,13 +91,13 @@ def tensors(draw):
 
 @settings(max_examples=500)
 @given(tensor=tensors(), layout=st.sampled_from([LIGHT, MOMENTS]))
-def test_any_tensor(tensor, layout):
+def test_row_of_any_tensor(tensor, layout):
     assert_row(tensor, layout)
 
 
 @pytest.mark.parametrize("layout", [LIGHT, MOMENTS], ids=["light", "exact"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_several_programs(dtype, layout):
+def test_row_from_several_programs(dtype, layout):
     """More elements than one program reads, and a last program that is not full."""
     generator = torch.Generator().manual_seed(3)
     tensor = torch.randn(20_003, generator=generator) * 0.1
@@ -118,7 +118,7 @@ def test_sums_are_range_safe(dtype, constant):
     ("numel", "sample_size"),
     [(1003, 1), (1003, 1000), (1003, 16_384), (16_391, 1000), (16_391, 16_384), (40_000, 16_384)],
 )
-def test_samples(numel, sample_size):
+def test_row_from_samples(numel, sample_size):
     generator = torch.Generator().manual_seed(numel)
     tensor = torch.exp2(torch.rand(numel, generator=generator) * 40 - 20).bfloat16()
     layout = RowLayout(formats=(), sample_size=sample_size)
@@ -131,7 +131,7 @@ def test_samples(numel, sample_size):
 
 
 @pytest.mark.parametrize("strides", [(2**30, 2**15, 1), (2**29, 3, 2**28), (2**31 + 5, 2, 1)])
-def test_elements_that_lie_far_apart(strides):
+def test_strides_beyond_31_bits(strides):
     """More elements than 31 bits can count; memory that is not read does not exist."""
     sizes = (2, 3, 4)
     numel = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -141,19 +141,19 @@ def test_elements_that_lie_far_apart(strides):
         assert_row(tensor, layout)
 
 
-def test_no_elements_and_one():
+def test_empty_and_single_element_tensors():
     for shape in ((), (0,), (3, 0), (1, 1, 1, 1, 1)):
         for layout in (LIGHT, MOMENTS):
             assert_row(torch.ones(shape), layout)
 
 
-def test_repeated_elements_are_read_once():
+def test_expanded_tensors():
     for tensor in (torch.tensor(2.5).expand(300, 70), torch.randn(5, 1, 9).expand(5, 1000, 9)):
         for layout in (LIGHT, MOMENTS):
             assert_row(tensor, layout)
 
 
-def test_the_same_bits_each_time():
+def test_rows_are_deterministic():
     tensor = torch.randn(30_000)
     first = triton_row(tensor, LIGHT)
     assert torch.equal(first, triton_row(tensor, LIGHT))

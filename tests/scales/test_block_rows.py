@@ -36,7 +36,7 @@ def wide_spread(*shape: int) -> Tensor:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 @pytest.mark.parametrize("scale", sampled([2.0**-3, None], 2))
-def test_elements_that_become_zero_are_those_that_the_format_rounds_to_zero(
+def test_flushed_count_matches_quantization(
     format: BlockFormat, axis: int, scale: float | None
 ) -> None:
     tensor = wide_spread(5, 70, 33)
@@ -52,7 +52,7 @@ def test_elements_that_become_zero_are_those_that_the_format_rounds_to_zero(
     assert found["log2_square_sum"] == pytest.approx(largest.log2().square().sum().item(), rel=1e-9)
 
 
-def test_scales_that_leave_their_range_are_counted() -> None:
+def test_out_of_range_scales_are_counted() -> None:
     rows = torch.ones(5, 16)
     rows[0, 0] = 2688.5  # 6 * 448 is the largest block of a tensor scale of 1
     rows[1] *= 2.0**-20  # below 6 * 2**-6
@@ -78,7 +78,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_sample_has_whole_blocks_of_the_tensor(kind: str, axis: int) -> None:
+def test_sample_has_whole_blocks(kind: str, axis: int) -> None:
     tensor = LAYOUTS[kind](torch.arange(1.0, 40 * 70 * 33 + 1).view(40, 70, 33))
     found, numel = sampled_blocks(tensor, axis, 16, 1024)
     assert len(found) <= 64 < tensor.numel() / 16
@@ -89,7 +89,7 @@ def test_a_sample_has_whole_blocks_of_the_tensor(kind: str, axis: int) -> None:
     assert numel == found.count_nonzero()
 
 
-def test_a_sample_estimates_the_whole() -> None:
+def test_sample_estimates_whole_tensor() -> None:
     tensor = wide_spread(512, 96)[:, :80]
     for axis in (0, 1):
         whole, part = (counts(tensor, axis, MXFP4, None, most) for most in (None, 8192))

@@ -32,7 +32,7 @@ def _step(first, second):
     return torch.stack([statistics_row(tensor, LIGHT) for tensor in tensors]), tensors
 
 
-def test_rows_of_one_call_are_those_of_each_tensor():
+def test_joint_rows_match_single_rows():
     inputs = torch.randn(70, 300), torch.randn(300, 40)
     graph_module = _traced(_step, *inputs)
     join_rows(graph_module)
@@ -43,7 +43,7 @@ def test_rows_of_one_call_are_those_of_each_tensor():
         assert_row(row, functional_row(tensor, LIGHT), LIGHT)
 
 
-def test_a_tensor_is_read_before_it_is_written():
+def test_tensor_is_read_before_in_place_write():
     def step(first, second):
         rows = [statistics_row(tensor, LIGHT) for tensor in (first, second)]
         first.copy_(second * 2)
@@ -58,7 +58,7 @@ def test_a_tensor_is_read_before_it_is_written():
     assert torch.equal(graph_module(*inputs), expected)
 
 
-def test_a_row_that_is_read_does_not_wait():
+def test_row_is_made_before_its_reader():
     def step(tensor):
         first, second = statistics_row(tensor, LIGHT), statistics_row(tensor + 1, LIGHT)
         following = tensor * (first + second)[0].float()
@@ -72,7 +72,7 @@ def test_a_row_that_is_read_does_not_wait():
         assert torch.equal(found, expected)
 
 
-def test_what_waits_is_bounded(monkeypatch):
+def test_number_of_joined_rows_is_bounded(monkeypatch):
     inputs = torch.randn(70, 300), torch.randn(300, 40)
     expected, _ = _step(*inputs)
     monkeypatch.setattr(statistics, "_MOST_TENSORS", 2)
@@ -89,7 +89,7 @@ def test_what_waits_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
-def test_rows_of_other_kinds_stay(mode):
+def test_unsupported_rows_are_not_joined(mode):
     """Moments, exact counts, and tensors whose size differs from call to call."""
     layouts = MOMENTS, RowLayout(sample_size=None), *([LIGHT] * 2 if mode == "symbolic" else ())
 

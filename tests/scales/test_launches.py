@@ -78,7 +78,9 @@ def _rows(num_waiting: int = 64) -> Any:
     ],
     ids=["plain", "gaps", "repeated", "permuted", "scalar"],
 )
-def test_what_was_found_before_is_repeated(kernels: dict[str, Kernel], tensor: Tensor) -> None:
+def test_launch_is_repeated_for_same_tensor_kind(
+    kernels: dict[str, Kernel], tensor: Tensor
+) -> None:
     """A repeated launch has the same grid and arguments, except for the row."""
     kernel, rows = kernels["partial_rows"], _rows()
     assert rows.repeat(tensor, STREAM) is None  # neither memory nor a launch before
@@ -90,7 +92,7 @@ def test_what_was_found_before_is_repeated(kernels: dict[str, Kernel], tensor: T
     assert repeated[0] == tensor.data_ptr()
 
 
-def test_others_are_not(kernels: dict[str, Kernel]) -> None:
+def test_launch_is_not_repeated_for_other_tensors(kernels: dict[str, Kernel]) -> None:
     """Triton launches other shapes, types or alignments; copied tensors are read from the copy."""
     rows, memory = _rows(), torch.randn(4096)
     rows.add(memory[:64])
@@ -115,7 +117,7 @@ def test_others_are_not(kernels: dict[str, Kernel]) -> None:
     assert kernels["partial_rows"].repeated.pop()[1] != copied.data_ptr()
 
 
-def test_rows_are_joined_alike(kernels: dict[str, Kernel]) -> None:
+def test_launch_of_joint_rows_is_repeated(kernels: dict[str, Kernel]) -> None:
     """The launch that makes rows of parts is repeated where its numbers are the same."""
     tensor = torch.randn(40)
     rows = _rows(num_waiting=2)
@@ -131,7 +133,7 @@ def test_rows_are_joined_alike(kernels: dict[str, Kernel]) -> None:
     assert len(kernel.found) == 2
 
 
-def test_nothing_is_repeated_where_a_profiler_listens(kernels: dict[str, Kernel]) -> None:
+def test_launch_is_not_repeated_under_profiler(kernels: dict[str, Kernel]) -> None:
     import triton
 
     hooks = SimpleNamespace(calls=[print])
@@ -144,7 +146,7 @@ def test_nothing_is_repeated_where_a_profiler_listens(kernels: dict[str, Kernel]
     assert not kernels["partial_rows"].repeated
 
 
-def test_nothing_is_repeated_on_another_device(kernels: dict[str, Kernel]) -> None:
+def test_launch_is_not_repeated_on_other_device(kernels: dict[str, Kernel]) -> None:
     from lightning_unitscale.scales import triton_statistics
 
     rows, tensor = _rows(), torch.randn(40)
@@ -154,7 +156,7 @@ def test_nothing_is_repeated_on_another_device(kernels: dict[str, Kernel]) -> No
     assert rows.repeat(tensor, STREAM) == 1
 
 
-def test_another_version_of_triton_has_other_launches(kernels: dict[str, Kernel]) -> None:
+def test_launch_is_not_repeated_with_unknown_triton(kernels: dict[str, Kernel]) -> None:
     import triton
 
     with mock.patch.object(triton, "__version__", "9.9.0"):

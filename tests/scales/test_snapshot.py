@@ -49,7 +49,7 @@ def snapshot(tensors, gradients=None, layout=LAYOUT, **kwargs):
     )
 
 
-def test_moments_are_those_of_torch():
+def test_moments_match_torch():
     tensor = torch.randn(50, 40, dtype=torch.float64) * 3e-4 + 1e-4
     found = read(tensor)
     assert found.numel == found.num_finite == 2000
@@ -62,7 +62,7 @@ def test_moments_are_those_of_torch():
     assert found.abs_min == float(tensor.abs().min())
 
 
-def test_moments_leave_out_what_is_not_finite():
+def test_moments_exclude_nonfinite_elements():
     found = read(torch.tensor([1.0, math.nan, -3.0, math.inf, 0.0]))
     assert (found.numel, found.num_finite, found.nans, found.infs, found.zeros) == (5, 3, 1, 1, 1)
     assert found.mean == pytest.approx(-2 / 3)
@@ -70,7 +70,7 @@ def test_moments_leave_out_what_is_not_finite():
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [math.inf, -math.inf]])
-def test_nothing_finite(values):
+def test_moments_of_nonfinite_or_empty_tensor_are_nan(values):
     found = read(torch.tensor(values))
     numbers = [found.mean, found.mean_abs, found.rms, found.std, found.log2_rms]
     assert all(math.isnan(number) for number in [*numbers, found.abs_max, found.abs_min])
@@ -78,19 +78,19 @@ def test_nothing_finite(values):
     assert fraction == 0 if values else math.isnan(fraction)
 
 
-def test_zeros_only():
+def test_moments_of_zeros():
     found = read(torch.zeros(4))
     assert found.rms == found.std == found.abs_max == 0
     assert found.log2_rms == -math.inf
     assert math.isnan(found.abs_min)
 
 
-def test_one_element_has_no_deviation():
+def test_std_of_one_element_is_nan():
     assert math.isnan(read(torch.tensor([2.0])).std)
 
 
 @pytest.mark.parametrize("log2_factor", [-60, -3, 0, 4, 60])
-def test_scaled(log2_factor):
+def test_scaled_statistics_match_scaled_tensor(log2_factor):
     tensor = torch.randn(3000) - 0.5
     found, expected = read(tensor).scaled(log2_factor), read(tensor * 2.0**log2_factor)
     names = ["mean", "mean_abs", "rms", "std", "abs_max", "abs_min", "log2_rms", "numel", "zeros"]
@@ -143,7 +143,7 @@ def test_fractions_are_exact_at_powers_of_two():
     assert lost(FP16, "overflow", shift=-8) == pytest.approx(40 - 16 - 8, abs=1e-3)
 
 
-def test_fraction_misuse():
+def test_bad_fraction_arguments_are_an_error():
     found = read(torch.ones(3), layout=RowLayout(histogram=False))
     assert found.exponent_counts is None and found.num_sampled == 0
     with pytest.raises(ValueError, match="no exponent counts"):
@@ -171,7 +171,7 @@ def test_snapshot_by_name_and_direction():
     assert np.isnan(found.fractions("backward")[0]).all()
 
 
-def test_snapshot_as_stored():
+def test_stored_statistics_match_scaled_tensor():
     tensor = torch.randn(60_000) * 2.0**-9
     row = statistics_row(tensor, LAYOUT, factor=torch.tensor(2.0**9)).numpy()[None]
     found = ScaleSnapshot(
@@ -201,7 +201,7 @@ def test_snapshot_as_stored():
                     assert found.fractions()[0, i, j] == ours.fraction(item, kind)
 
 
-def test_merging_is_taking_both_together():
+def test_merged_snapshot_matches_joint_tensors():
     first, second = [torch.randn(30), torch.zeros(3)], [torch.randn(50) * 9, torch.ones(5)]
     merged = merged_by_name(
         [snapshot(first, {0: first[0]}), snapshot(second, {1: second[1]}, step=9)]
@@ -213,7 +213,7 @@ def test_merging_is_taking_both_together():
     assert merged.statistics(1, "backward").rms == 1
 
 
-def test_only_what_all_ranks_have_in_equal_units_is_merged():
+def test_merge_keeps_only_common_tensors_with_equal_units():
     tensors = [torch.ones(3), torch.ones(4), torch.ones(5)]
     one = snapshot(tensors, names=("a", "b", "c"))
     other = snapshot(tensors[::-1], names=("c", "b", "d"), log2_sigma=np.array([0, 1, 0]))
@@ -222,7 +222,7 @@ def test_only_what_all_ranks_have_in_equal_units_is_merged():
     assert merged.statistics("c").numel == 10
 
 
-def test_neutral_rows():
+def test_merging_empty_rows_changes_nothing():
     row = statistics_row(torch.randn(10), LAYOUT)[None]
     for neutral in (empty_rows(1, LAYOUT), absent_rows(1, LAYOUT), torch.zeros_like(row)):
         assert torch.equal(merge_rows(row, neutral, LAYOUT), row)
@@ -230,7 +230,7 @@ def test_neutral_rows():
     assert merge_rows(absent_rows(2, LAYOUT), absent_rows(2, LAYOUT), LAYOUT).isnan().all()
 
 
-def test_reductions_across_ranks():
+def test_reduction_over_ranks_matches_whole_tensor():
     batches = [[torch.randn(20), torch.zeros(3), torch.ones(0)] for _ in range(3)]
     rows = [torch.stack([statistics_row(t, LAYOUT) for t in batch]) for batch in batches]
     # A gradient that no rank has, and one that only the last rank has.
@@ -246,7 +246,7 @@ def test_reductions_across_ranks():
     assert torch.equal(found[4], rows[2][0])
 
 
-def test_snapshot_misuse():
+def test_bad_snapshot_arguments_are_an_error():
     with pytest.raises(ValueError, match="'a' is given twice"):
         snapshot([torch.ones(1), torch.ones(1)], names=("a", "a"))
     with pytest.raises(ValueError, match="forward of length 1: does not fit 2 names"):
@@ -260,13 +260,13 @@ def test_snapshot_misuse():
         found.rows("sideways")
 
 
-def test_own_format():
+def test_fractions_of_custom_format():
     own = NumberFormat("own", 3, 2)
     found = read(torch.tensor([20.0, 0.1, 0.01]), layout=RowLayout(formats=(own,)))
     assert [found.fraction(own, kind) for kind in FORMAT_KINDS] == [1 / 3] * 3
 
 
-def test_a_graph_of_networkx(tmp_path):
+def test_networkx_graph_has_every_tensor_and_edge(tmp_path):
     tensors = [torch.full((4,), 2.0), torch.zeros(2, 3), torch.tensor([1.0, math.nan])]
     found = snapshot(
         tensors,

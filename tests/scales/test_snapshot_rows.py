@@ -64,7 +64,7 @@ def test_json_lines_are_valid_json(monitor, tmp_path):
     assert zeros["log2_rms"] is None and zeros["abs_min"] is None
 
 
-def test_rows_are_about_what_was_measured():
+def test_rows_have_only_measured_directions():
     rows = list(snapshot_rows(snapshot(0, backward=False)))
     assert {row["direction"] for row in rows} == {"forward"}
     assert all(math.isfinite(row["FP16.overflow"]) for row in rows)
@@ -75,7 +75,7 @@ def _read(one: ScaleSnapshot) -> ScaleSnapshot:
 
 
 @pytest.mark.parametrize("in_units", [False, True])
-def test_the_worst_of_what_matmuls_read(in_units: bool) -> None:
+def test_summary_has_worst_operand_values(in_units: bool) -> None:
     one = snapshot(3, offset=18)
     one = _read(unit_scaled(one) if in_units else one)
     summary = summarize(one)
@@ -99,7 +99,7 @@ def test_the_worst_of_what_matmuls_read(in_units: bool) -> None:
     assert bool(summary.tensors["scales/FP16/overflow_forward_tensor"]) is not in_units
 
 
-def test_of_tensors_that_lose_as_much_the_one_that_is_farther_out() -> None:
+def test_ties_in_summary_prefer_more_extreme_tensor() -> None:
     layout = RowLayout()
     values = [torch.full((8,), 2.0**exponent) for exponent in (20, 30, -40, -30, 0)]
     rows = torch.stack([statistics_row(value, layout) for value in values]).numpy()
@@ -110,7 +110,7 @@ def test_of_tensors_that_lose_as_much_the_one_that_is_farther_out() -> None:
     assert summary.tensors["scales/E5M2/underflow_backward_tensor"] == "smaller"
 
 
-def test_where_no_matmul_is_known_scalars_and_losses_are_left_out() -> None:
+def test_summary_without_matmuls_excludes_scalars_and_losses() -> None:
     layout = RowLayout()
     values = [torch.full((8,), 2.0), torch.tensor(2.0**30), torch.full((8,), 2.0**31)]
     rows = torch.stack([statistics_row(value, layout) for value in values]).numpy()
@@ -120,14 +120,14 @@ def test_where_no_matmul_is_known_scalars_and_losses_are_left_out() -> None:
     assert summary.numbers["scales/FP16/overflow_forward"] == 0
 
 
-def test_a_format_of_any_name_makes_keys_that_loggers_take() -> None:
+def test_summary_keys_of_custom_format_are_sanitized() -> None:
     layout = RowLayout((NumberFormat("my: E3/M4", 3, 4),))
     rows = statistics_row(torch.ones(8), layout).numpy()[None]
     summary = summarize(ScaleSnapshot(0, ("linear",), rows, rows, layout))
     assert "scales/my__E3_M4/overflow_forward" in summary.numbers
 
 
-def test_what_was_not_measured_is_left_out() -> None:
+def test_unmeasured_direction_is_left_out() -> None:
     one = _read(snapshot(0, backward=False))
     summary = summarize(one)
     assert not any("backward" in key for key in (*summary.numbers, *summary.tensors))
@@ -139,7 +139,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert exponent_histogram(empty, "forward") is None
 
 
-def test_the_histogram_is_of_what_is_stored() -> None:
+def test_exponent_histogram_is_of_stored_values() -> None:
     for one in (snapshot(1), unit_scaled(snapshot(1))):
         one = _read(one)
         found = exponent_histogram(one, "forward")

@@ -145,7 +145,7 @@ def test_adversarial_values(row_of, array):
     [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2],
     ids=str,
 )
-def test_other_types(row_of, dtype):
+def test_other_dtypes(row_of, dtype):
     tensor = torch.cat([torch.randn(3000), torch.randn(3000) * 2**-13, torch.zeros(9)]).to(dtype)
     assert_row(row_of(tensor, LAYOUT), expected_row(tensor, LAYOUT), LAYOUT)
 
@@ -196,7 +196,7 @@ def test_shapes_and_strides(row_of, tensor):
     assert_row(row, expected_row(tensor.detach(), LAYOUT), LAYOUT)
 
 
-def test_nonfinite_elements_are_counted_apart(row_of):
+def test_nonfinite_elements_are_counted_separately(row_of):
     tensor = torch.randn(5000)
     plain = tensor.clone()
     tensor[10:20], tensor[4000:4003], tensor[4500] = math.nan, math.inf, -math.inf
@@ -221,7 +221,7 @@ def test_counts_of_the_stored_value(row_of, log2_factor):
 
 
 @pytest.mark.slow
-def test_counts_beyond_what_fp32_can_count():
+def test_counts_above_2_to_24():
     tensor = torch.ones(1).expand(2**24 + 3)
     row = functional_row(tensor, RowLayout(histogram=False))
     assert row[0] == 2**24 + 3 and row[4] == 2**24 + 3
@@ -231,7 +231,7 @@ def test_counts_beyond_what_fp32_can_count():
 
 @pytest.mark.parametrize("log2_scale", [-140, -83, -40, 0, 83, 120])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_light_rows(dtype, log2_scale):
+def test_light_rows_match_reference(dtype, log2_scale):
     """Tensors with more elements than a sample and than one partial sum, of any magnitude."""
     tensor = (torch.randn(401, 1000) * 2.0**log2_scale).to(dtype)
     for one in (
@@ -247,7 +247,7 @@ def test_light_rows(dtype, log2_scale):
 
 
 @pytest.mark.slow
-def test_light_rows_of_what_is_rare():
+def test_light_rows_of_rare_values_and_layouts():
     tensor = torch.randn(300, 200)
     tensor[7, 3:9], tensor[250, 0], tensor[0, 0] = math.nan, math.inf, -math.inf
     for one in (
@@ -278,7 +278,7 @@ def test_sums_are_range_safe(row_of, constant):
             assert float(row[6]) == pytest.approx(3e4 * value * value, rel=1e-5)
 
 
-def test_a_sample_sees_all_channels(row_of):
+def test_sample_covers_all_channels(row_of):
     # Channels of very different scale, whose number shares factors with most strides.
     for channels in (2, 48, 192, 256, 768, 1000):
         tensor = torch.randn(700_000 // channels, channels)
@@ -292,7 +292,7 @@ def test_a_sample_sees_all_channels(row_of):
 
 
 @pytest.mark.parametrize("numel", [16_389, 20_000, 31_999, 50_000, 1_000_003])
-def test_a_sample_is_of_all_parts(row_of, numel):
+def test_sample_covers_all_parts(row_of, numel):
     tensor = torch.exp2(torch.arange(numel) * 10 // numel)  # ten equal parts, in ten octaves
     row = row_of(tensor, LIGHT)
     number = row[LIGHT.index("sampled")]
@@ -305,7 +305,7 @@ def test_a_sample_is_of_all_parts(row_of, numel):
     ("numel", "row_length"),
     [(8192 * 50_304, 50_304), (2**28, 16_384), (2**24, 4096), (100 * 50_257, 50_257), (2**19, 1)],
 )
-def test_strides_of_samples(numel, row_length):
+def test_sample_stride_spreads_evenly(numel, row_length):
     """Strides share no factor with a row, and their positions in rows are spread evenly."""
     stride = sample_stride(numel, row_length, 16_384)
     assert math.gcd(stride, row_length) == 1
@@ -316,7 +316,7 @@ def test_strides_of_samples(numel, row_length):
         assert np.abs(places - np.arange(number) / number).max() < 0.01
 
 
-def test_samples_of_neighbors_that_are_alike(row_of):
+def test_sample_of_correlated_neighbors(row_of):
     # Runs of 64 equal elements at random scales.
     scales = torch.randint(-12, 0, (8192, 1), generator=torch.Generator().manual_seed(2))
     tensor = torch.exp2(scales.float()).expand(-1, 64).contiguous()
@@ -326,13 +326,13 @@ def test_samples_of_neighbors_that_are_alike(row_of):
     assert error.cumsum(0).abs().max() < 0.01
 
 
-def test_a_small_tensor_is_read_whole(row_of):
+def test_small_tensor_is_read_completely(row_of):
     tensor = torch.randn(16_384)
     light, exact = row_of(tensor, LIGHT), row_of(tensor, RowLayout((), sample_size=None))
     assert_row(light, exact, LIGHT)
 
 
-def test_rows_of_a_step_are_those_of_each_tensor():
+def test_step_rows_match_single_rows():
     """For any number of tensors in the buffer, in any order."""
     tensors = [torch.randn(1 + 997 * k % 40_000) * 2.0 ** (k % 9 - 4) for k in range(150)]
     tensors[7][3] = math.nan
@@ -353,7 +353,7 @@ def test_rows_of_a_step_are_those_of_each_tensor():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_is_measured_can_be_resized_as_before(dtype):
+def test_measured_tensor_stays_resizable(dtype):
     """FSDP resizes gathered tensors. NumPy's view of a tensor would fix its size permanently."""
     tensor = torch.randn(300, 7).to(dtype)
     for layout in (LIGHT, MOMENTS, RowLayout(formats=(FP16,), histogram=True)):
@@ -374,7 +374,7 @@ def test_columns_follow_the_layout(row_of):
     assert row_of(torch.ones(3), bare).tolist() == [3, 0, 0, 0, 3, 3, 3, 1, 1]
 
 
-def test_what_has_no_statistics():
+def test_unsupported_dtypes_and_layouts_are_an_error():
     for tensor in (torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.complex64)):
         with pytest.raises(ValueError, match=r"tensor\.dtype=.*Expected a real floating-point"):
             statistics_row(tensor, LAYOUT)
@@ -382,7 +382,7 @@ def test_what_has_no_statistics():
         statistics_row(torch.eye(3).to_sparse(), LAYOUT)
 
 
-def test_layout_misuse():
+def test_bad_layout_arguments_are_an_error():
     with pytest.raises(ValueError, match="given twice"):
         RowLayout(formats=(FP16, FP16))
     with pytest.raises(ValueError, match=r"sample_size=0: out of range. Expected at least 1"):
@@ -391,7 +391,7 @@ def test_layout_misuse():
         RowLayout().index("rms")
 
 
-def test_layout_travels_as_text():
+def test_layout_survives_text_round_trip():
     layout = RowLayout(formats=(NumberFormat("own", 3, 2, finite_only=True), FP16), sample_size=7)
     assert RowLayout.from_key(layout.key) == layout
 
@@ -409,7 +409,7 @@ class _Probe(torch.autograd.Function):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("layout", [COMPILED, MOMENTS], ids=["light", "exact"])
-def test_inside_a_compiled_step(layout, backend):
+def test_rows_inside_compiled_step(layout, backend):
     def step(tensor, slot):
         tensor, row = _Probe.apply(torch.nn.functional.gelu(tensor * 3), slot, layout)
         return tensor.square().sum() * 2.0**-30, tensor, row
@@ -435,7 +435,7 @@ def test_exact_counts_of_the_stored_value_in_a_graph():
 
 
 @pytest.mark.parametrize("layout", [LIGHT, MOMENTS], ids=["light", "exact"])
-def test_rows_multiply_no_matrices(layout):
+def test_rows_call_no_matmul(layout):
     """A session would take a dot product of theirs for one of the module's."""
     tensor = torch.randn(300, 100)
     with CalledOperators() as called:
@@ -444,7 +444,7 @@ def test_rows_multiply_no_matrices(layout):
     assert words and not words & {rule.operator.partition(".")[0] for rule in RULES}
 
 
-def test_an_overflow_that_the_sample_has_missed():
+def test_overflow_outside_sample():
     """One element overflows, at each position; and elements on both sides of a format's limit."""
     layout = RowLayout()
     overflow = layout.index("E4M3FN.overflow")
@@ -459,7 +459,7 @@ def test_an_overflow_that_the_sample_has_missed():
     assert float(row[layout.index("E4M3FN.subnormal")]) == 0
 
 
-def test_estimates_are_near_the_shares_of_all_elements():
+def test_sampled_fractions_are_near_exact_fractions():
     layout, exact = RowLayout(), RowLayout(sample_size=None)
     tensor = torch.randn(300_000) * torch.exp2(torch.rand(300_000) * 40 - 30)
     found, wanted = statistics_row(tensor, layout), functional_row(tensor, exact)

@@ -10,7 +10,7 @@ from lightning_unitscale.scales.trends import NUM_SAMPLES, AmaxTrends, fitted_li
 from tests.scales.snapshots import of
 
 
-def test_lines_are_those_of_a_reference():
+def test_fitted_lines_match_scipy():
     generator = np.random.default_rng(0)
     steps = np.array([0.0, 5.0, 10.0, 30.0, 31.0])
     values = generator.normal(size=(5, 3))
@@ -31,7 +31,7 @@ def run_trend(log2_values, formats=(FP16,), horizon=500, every=10):
     return alerts
 
 
-def test_growth_is_seen_before_the_format_is_left():
+def test_growth_alerts_before_overflow():
     # A binade every 10 steps; FP16 ends just below 2^16.
     values = [6 + k for k in range(NUM_SAMPLES)]
     (alert,) = run_trend(values)
@@ -59,11 +59,11 @@ def test_growth_is_seen_before_the_format_is_left():
         [6.0 + k for k in range(4)] + [-math.inf] * 3 + [10.0],
     ],
 )
-def test_no_growth(values):
+def test_no_alert_without_growth(values):
     assert run_trend(values) == []
 
 
-def test_other_tensors_begin_a_new_trend():
+def test_other_tensors_start_new_trend():
     trends = AmaxTrends((FP16,), 500)
     for k in range(NUM_SAMPLES - 1):
         trends.add(of([[2.0 ** (6 + k), 1.0]], step=k))
@@ -74,7 +74,7 @@ def test_other_tensors_begin_a_new_trend():
         assert trends.add(of([[2.0 ** (6 + step), 1.0]], step=step)) == ()
 
 
-def test_other_units_begin_a_new_trend():
+def test_other_units_start_new_trend():
     """The value does not grow, but the stored value does, since its unit changes."""
     trends = AmaxTrends((FP16,), 500)
     for k in range(2 * NUM_SAMPLES):

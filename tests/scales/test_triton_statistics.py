@@ -21,7 +21,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_triton_rows_have_the_bits_of_the_torch_operations() -> None:
+def test_triton_rows_match_torch_bit_for_bit() -> None:
     run_interpreted("scales/interpreted_statistics.py", has_loops=True)
 
 
@@ -56,7 +56,7 @@ def _arguments(dtype: str, *, is_sampled: bool, is_plain: bool, is_long: bool) -
     ],
     ids=["bf16", "fp16", "fp32", "fp64", "strided", "long"],
 )
-def test_triton_rows_spill_nothing(
+def test_triton_rows_spill_no_registers(
     dtype: str, is_plain: bool, is_long: bool, is_sampled: bool, capability: int
 ) -> None:
     from lightning_unitscale.scales.triton_kernels import partial_rows
@@ -79,7 +79,7 @@ def test_triton_rows_spill_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [RowLayout().measured, MOMENTS], ids=["light", "exact"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_triton_sum_of_parts_spills_nothing(capability: int, layout: RowLayout) -> None:
+def test_triton_sum_of_parts_spills_no_registers(capability: int, layout: RowLayout) -> None:
     from lightning_unitscale.scales.triton_kernels import joint_rows
 
     arguments = {

@@ -32,7 +32,7 @@ def found(one, **options):
     return None if alert is None else (alert.tensor, alert.direction)
 
 
-def test_the_first_nan_in_the_order_of_computation():
+def test_first_nan_in_computation_order():
     good, bad = [1.0, 2.0], [1.0, NAN]
     assert found(of([good, good])) is None
     assert found(of([good, bad, bad], [bad, bad, bad])) == ("m.b", "forward")
@@ -41,7 +41,7 @@ def test_the_first_nan_in_the_order_of_computation():
     assert found(of([good, good, good], [bad, bad, good]), gradients=False) is None
 
 
-def test_infinities_that_nothing_came_of():
+def test_infinities_without_effect_are_ignored():
     good, infinite = [1.0, 2.0], [1.0, -INF]
     assert found(of([good, infinite, good])) is None
     assert infinite_names(of([good, infinite, [NAN, INF]])) == ("m.b",)
@@ -56,7 +56,7 @@ def test_infinities_that_nothing_came_of():
     assert found(masked) == ("m.c", "forward")
 
 
-def test_a_nan_is_counted_and_its_inputs_are_named():
+def test_nan_alert_has_count_and_inputs():
     inputs = ((), ("m.a",), ("m.b", "m.a"))
     one = of([[4.0, -8.0], [0.0], [NAN, NAN, INF, 1.0]], [[NAN], [1.0], [2.0]], inputs=inputs)
     alert = first_nonfinite(one)
@@ -72,7 +72,7 @@ def test_a_nan_is_counted_and_its_inputs_are_named():
     ]
 
 
-def test_thresholds_as_users_write_them():
+def test_thresholds_are_parsed():
     assert parse_thresholds({"half": 0.25, "e4m3": {"subnormal": 1}}) == (
         Threshold(FP16, "overflow", 0.25),
         Threshold(FP16, "flushed", 0.25),
@@ -95,7 +95,7 @@ def test_a_threshold_itself_is_allowed():
     assert alert.text == "25 % of the elements become zero in E4M3FN (allowed: 10 %)"
 
 
-def test_gradients_come_in_the_order_of_the_backward_pass():
+def test_gradient_alerts_follow_backward_order():
     large = [1e6, 1.0]
     alerts = format_violations(
         of([large, [1.0, 1.0], large], [large] * 3), default_thresholds((FP16,))
@@ -119,7 +119,7 @@ def test_gradients_come_in_the_order_of_the_backward_pass():
         ("head.binary_cross_entropy_with_logits@2", [1e6, 1e6], 1),
     ],
 )
-def test_scalars_and_losses_are_in_no_format(name, elements, num_merged):
+def test_scalars_and_losses_have_no_format_alerts(name, elements, num_merged):
     limits = default_thresholds((FP16,))
     one = of([elements], [elements], names=(name,))
     assert format_violations(one, limits, num_merged) == ()
@@ -130,7 +130,7 @@ def test_scalars_and_losses_are_in_no_format(name, elements, num_merged):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_of_the_largest_numbers_overflows_nothing(dtype):
+def test_mask_with_largest_numbers_is_not_an_overflow(dtype):
     masked = [1e-9, torch.finfo(dtype).min]
     assert format_violations(of([masked]), [Threshold(FP16, "overflow", 0.0)]) == ()
     (small,) = format_violations(of([masked]), [Threshold(FP16, "flushed", 0.1)])
@@ -140,14 +140,14 @@ def test_a_mask_of_the_largest_numbers_overflows_nothing(dtype):
     assert large.direction == "backward"
 
 
-def test_what_was_filled_in_overflows_nothing():
+def test_masked_fill_is_not_an_overflow():
     limits = [Threshold(FP16, "overflow", 0.0)]
     filled = of([[1.0, -1e9]], names=("attention.masked_fill",))
     assert format_violations(filled, limits) == ()
     assert format_violations(replace(filled, names=("attention.add",)), limits)
 
 
-def test_what_was_not_measured_violates_nothing():
+def test_unmeasured_direction_has_no_alerts():
     one = snapshot(0, backward=False)
     limits = parse_thresholds({"FP16": 0.0})
     assert {alert.direction for alert in format_violations(one, limits)} <= {"forward"}
@@ -155,7 +155,7 @@ def test_what_was_not_measured_violates_nothing():
     assert format_violations(one, ()) == ()
 
 
-def test_alerts_as_json():
+def test_alerts_survive_json_round_trip():
     alerts = (
         first_nonfinite(with_nan(snapshot(3), 1)),
         ScaleAlert("loss", 4, "loss", "", "forward", "is NaN"),
@@ -184,5 +184,5 @@ def test_alerts_as_json():
         ("a.weight", "a", "weight"),
     ],
 )
-def test_the_operation_in_a_name(name, module, op):
+def test_operation_is_parsed_from_name(name, module, op):
     assert ScaleAlert("nonfinite", 0, name, module, "forward", "").op == op

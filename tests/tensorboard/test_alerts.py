@@ -31,7 +31,7 @@ def logdir(tmp_path):
     return tmp_path / "logs"
 
 
-def test_the_event_file(logdir):
+def test_alerts_are_read_from_event_file(logdir):
     alerts = read_run(logdir / "bad").alerts()
     assert len(alerts) > 1
     assert (alerts[0].kind, alerts[0].step, alerts[0].tensor) == (
@@ -43,7 +43,7 @@ def test_the_event_file(logdir):
     assert read_run(logdir / "good").alerts() == ()
 
 
-def test_the_route(logdir):
+def test_alerts_route_returns_alerts_of_run(logdir):
     client = Client(wsgi_app(logdir))
     found = json.loads(get(client, "alerts", run="bad").data)
     expected = read_run(logdir / "bad").alerts()

@@ -160,7 +160,7 @@ FAULTS = [
 @pytest.mark.slow_cases(3)
 @pytest.mark.parametrize("simulate", [None, "fp8"])
 @pytest.mark.parametrize(("fault", "module", "tensor", "direction"), FAULTS)
-def test_a_fault_is_found_in_its_step_and_module(
+def test_fault_is_found_with_step_and_module(
     plain, tmp_path, fault, module, tensor, direction, simulate
 ):
     run = train(tmp_path, fault=fault, apart=1e-6, simulate=simulate)
@@ -186,7 +186,9 @@ def forget_bias(net, _):
     [(freeze, "layers.1.up.weight", "backward"), (forget_bias, "layers.1.up.bias", "forward")],
 )
 @pytest.mark.parametrize("step", [0, FAULT_STEP])
-def test_what_only_one_run_has_is_found(plain, tmp_path, fault, tensor, direction, simulate, step):
+def test_nonfinite_or_missing_tensor_in_one_run_is_found(
+    plain, tmp_path, fault, tensor, direction, simulate, step
+):
     run = train(tmp_path, fault=fault, simulate=simulate, fault_step=step)
     for found in (compare_runs(plain, run), compare_runs(run, plain)):
         assert (found.step, found.tensor, found.direction) == (step, tensor, direction)
@@ -219,9 +221,7 @@ def restart(net, _):
         ({"fault": restart, "fault_step": 0}, 0, "weights"),
     ],
 )
-def test_what_lies_outside_of_all_modules_is_not_blamed_on_one(
-    tmp_path, simulate, options, step, cause
-):
+def test_cause_outside_modules_has_no_module(tmp_path, simulate, options, step, cause):
     plain = train(tmp_path / "plain", steps=options.get("steps", 6))
     found = compare_runs(plain, train(tmp_path / "b", simulate=simulate, apart=1e-6, **options))
     assert (found.cause, found.module) == (cause, None), found.text
@@ -229,32 +229,32 @@ def test_what_lies_outside_of_all_modules_is_not_blamed_on_one(
     assert f"(cause: {cause})" in found.text
 
 
-def test_other_batches_are_not_blamed_on_a_module(plain, tmp_path):
+def test_other_batches_are_reported_as_cause(plain, tmp_path):
     found = compare_runs(plain, train(tmp_path, batches=3))
     assert (found.step, found.cause, found.module) == (0, "batch", None)
 
 
-def test_other_labels_are_not_blamed_on_a_module(plain, tmp_path):
+def test_other_labels_are_reported_as_cause(plain, tmp_path):
     found = compare_runs(plain, train(tmp_path, labels=1))
     assert (found.step, found.cause, found.module) == (0, "loss", None)
     assert "compare labels and loss" in found.text
 
 
 @pytest.mark.parametrize("simulate", [None, "fp8"])
-def test_a_module_that_the_optimizer_leaves_out_is_found(plain, tmp_path, simulate):
+def test_module_missing_in_optimizer_is_found(plain, tmp_path, simulate):
     run = train(tmp_path, left_out=("layers.1.up.",), simulate=simulate)
     found = compare_runs(plain, run)
     assert (found.step, found.cause, found.module) == (1, "module", "layers.1.up")
 
 
 @pytest.mark.parametrize("simulate", [None, "fp8"])
-def test_layers_in_another_order_are_found(plain, tmp_path, simulate):
+def test_reordered_layers_are_found(plain, tmp_path, simulate):
     found = compare_runs(plain, train(tmp_path, fault=swap, simulate=simulate))
     assert (found.step, found.cause) == (FAULT_STEP, "module")
     assert found.module.startswith("layers")
 
 
-def test_a_small_difference_is_followed_to_where_it_begins(plain, tmp_path):
+def test_small_difference_is_traced_to_its_origin(plain, tmp_path):
     """The result of a negated weight has nearly the same statistics."""
     found = compare_runs(plain, train(tmp_path, fault=negate))
     assert (found.step, found.module) == (FAULT_STEP, "layers.1.up")
@@ -268,7 +268,7 @@ def test_two_runs_in_one_folder_are_an_error(plain, tmp_path):
     assert "run_b=" in str(raised.value) and "folder of its own" in str(raised.value)
 
 
-def test_what_one_monitor_leaves_out_is_no_difference(plain, tmp_path):
+def test_excluded_tensors_are_not_a_difference(plain, tmp_path):
     for number, pattern in enumerate(("*.bias", "layers.1.up.*")):
         run = train(tmp_path / str(number), apart=1e-6, exclude=pattern)
         assert not compare_runs(plain, run).diverged
@@ -305,13 +305,13 @@ def test_a_stale_unit_is_found(plain, tmp_path):
     "options",
     [{"apart": 1e-6}, {"simulate": "fp8"}, {"apart": 1e-6, "simulate": "fp8"}, {"autocast": True}],
 )
-def test_runs_of_equal_meaning_do_not_part(plain, tmp_path, options):
+def test_equivalent_runs_do_not_diverge(plain, tmp_path, options):
     found = compare_runs(plain, train(tmp_path, **options))
     assert not found.diverged, found.text
 
 
 @pytest.mark.slow
-def test_rounded_runs_part_slowly(tmp_path):
+def test_rounded_run_does_not_diverge(tmp_path):
     plain = train(tmp_path / "plain", steps=80, rate=1e-2)
     found = compare_runs(plain, train(tmp_path / "fp8", steps=80, rate=1e-2, simulate="fp8"))
     assert not found.diverged, found.text
@@ -323,12 +323,12 @@ def images(tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [{"apart": 1e-6}, {"autocast": True}])
-def test_gradients_of_kinks_and_biases_without_effect_are_chance(images, tmp_path, options):
+def test_gradients_of_kinks_and_dead_biases_are_chance(images, tmp_path, options):
     found = compare_runs(images, train(tmp_path, make=Images, **options))
     assert not found.diverged, found.text
 
 
-def test_a_fault_among_kinks_is_found(images, tmp_path):
+def test_fault_with_relu_noise_is_found(images, tmp_path):
     def fault(net, _):
         net.layers[1][0].register_forward_hook(lambda *call: scaled(call[2]))
 
@@ -339,7 +339,7 @@ def test_a_fault_among_kinks_is_found(images, tmp_path):
     assert (found.step, found.module, found.direction) == (FAULT_STEP, "layers.1.0", "backward")
 
 
-def test_other_sampled_steps(plain, tmp_path):
+def test_only_common_sampled_steps_are_compared(plain, tmp_path):
     """Only common steps are compared: the fault is found at the first one after it."""
     run = train(tmp_path, fault=scale_result, apart=1e-6, every=4)
     found = compare_runs(plain, run)
@@ -356,7 +356,7 @@ def test_the_spacing_of_formats_is_recorded(plain, tmp_path):
     assert RunPair(fp8, plain).history("backward").spacing == 2.0**-2
 
 
-def test_a_nan_in_one_run_is_found(plain, tmp_path):
+def test_nan_in_one_run_is_found(plain, tmp_path):
     def poison(net, _):
         net.layers[1].down.bias.data[0] = torch.nan
 
@@ -365,7 +365,7 @@ def test_a_nan_in_one_run_is_found(plain, tmp_path):
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def test_the_command(plain, tmp_path, capsys):
+def test_compare_command_prints_json_and_exit_status(plain, tmp_path, capsys):
     run = train(tmp_path, fault=scale_gradient)
     with pytest.raises(SystemExit) as ended:
         main(["compare", str(plain), str(run), "--json"])
@@ -404,7 +404,7 @@ def test_errors_have_exit_status_2(plain, tmp_path, capsys):
         find_divergence(read_run(plain), read_run(other))
 
 
-def test_the_monitor_compares_its_own_run(plain, tmp_path):
+def test_monitor_compares_current_run(plain, tmp_path):
     monitor = ScaleMonitor(every_n_steps=1)
     with pytest.raises(RuntimeError, match="this run has written nothing to TensorBoard"):
         monitor.compare(plain)
@@ -448,7 +448,7 @@ def _distances_one_by_one(pair, direction, steps, log2_rms, log2_spacing):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_shape_distances_are_those_of_their_definition(plain, tmp_path, direction):
+def test_shape_distances_match_definition(plain, tmp_path, direction):
     other = read_run(train(tmp_path, fault=clip, simulate="fp8"))
     pair = RunPair(read_run(plain), other)
     history = pair.history(direction)

@@ -83,7 +83,7 @@ def frame(client, route, **query):
     return parse_frame(response.data)
 
 
-def test_runs(client):
+def test_runs_route(client):
     answer = json.loads(get(client, "runs").data)
     assert [(one["name"], one["last_steps"]) for one in answer["runs"]] == [
         ("baseline", {"forward": 20, "backward": 20}),
@@ -94,7 +94,7 @@ def test_runs(client):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_scales(client, direction):
+def test_scales_route(client, direction):
     header, arrays = frame(client, "scales", run="scaled", direction=direction)
     assert tuple(header["names"]) == NAMES
     assert header["modules"][0] == "blocks.0.attn"
@@ -116,19 +116,19 @@ def test_nan_and_infinities_are_counted(tmp_path):
     assert arrays["nonfinite"].tolist() == [[0, 3, 0, 3, 0, 0]]
 
 
-def test_a_step_of_nothing_but_nan_is_written(tmp_path):
+def test_step_with_only_nan_is_written(tmp_path):
     write(tmp_path, [with_nan(snapshot(0), *range(len(NAMES)))])
     history = read_run(tmp_path).history("backward")
     assert (history.nonfinite == 3).all()
 
 
-def test_units_are_sent_once_while_they_hold(client):
+def test_unchanged_units_are_sent_once(client):
     header, arrays = frame(client, "scales", run="baseline", direction="forward")
     assert header["unit_rows"] == [0, 0, 0]
     np.testing.assert_array_equal(arrays["log2_unit"], np.zeros((1, len(NAMES))))
 
 
-def test_exponents(client):
+def test_exponents_route(client):
     query = {"run": "scaled", "direction": "forward", "tensor": NAMES[2]}
     header, arrays = frame(client, "exponents", **query)
     assert header["steps"] == [0, 10, 20]
@@ -144,7 +144,7 @@ def test_exponents(client):
         assert arrays["counts"][row].sum() == counts.sum() == 400
 
 
-def test_exponents_of_a_tensor_of_zeros_are_none(client):
+def test_zero_tensor_has_no_exponents(client):
     query = {"run": "baseline", "direction": "backward", "tensor": NAMES[-1]}
     header, arrays = frame(client, "exponents", **query)
     assert header["num_sampled"] == [8] * 3
@@ -152,7 +152,7 @@ def test_exponents_of_a_tensor_of_zeros_are_none(client):
 
 
 @pytest.mark.parametrize("run", ["baseline", "scaled"])
-def test_fractions(client, run):
+def test_fractions_route(client, run):
     for place in (0, 4):  # the second answer comes from what the first has read
         query = {"run": run, "direction": "backward", "tensor": NAMES[place]}
         header, arrays = frame(client, "fractions", **query)
@@ -162,7 +162,7 @@ def test_fractions(client, run):
         np.testing.assert_array_equal(arrays["fractions"][-1], exact)
 
 
-def test_what_is_asked_for_must_be_there(client):
+def test_missing_runs_and_tensors_are_http_errors(client):
     get(client, "scales", status=404, run="nowhere", direction="forward")
     assert "Expected one of forward" in get(client, "scales", status=400, run="scaled").text
     query = {"run": "scaled", "direction": "forward", "tensor": "nowhere"}
@@ -170,7 +170,7 @@ def test_what_is_asked_for_must_be_there(client):
     get(client, "fractions", status=404, **query)
 
 
-def test_tensors_that_are_computed_from_no_other(tmp_path):
+def test_source_tensors_are_marked(tmp_path):
     inputs = ((), (NAMES[0],), (NAMES[1],), (), (NAMES[3],), (NAMES[4],))
     write(tmp_path / "logs/run", [replace(snapshot(0), inputs=inputs)])
     write(tmp_path / "logs/silent", [snapshot(0)])
@@ -181,7 +181,7 @@ def test_tensors_that_are_computed_from_no_other(tmp_path):
     assert not any(header["sources"])
 
 
-def test_what_is_written_late_about_the_last_step_is_news(tmp_path):
+def test_late_alert_of_last_step_changes_version(tmp_path):
     def version():
         answer = json.loads(get(Client(wsgi_app(tmp_path)), "runs").data)
         return answer["runs"][0]["version"], answer["runs"][0]["last_steps"]["forward"]
@@ -201,7 +201,7 @@ def test_what_is_written_late_about_the_last_step_is_news(tmp_path):
     assert len({number for number, _ in seen}) == 4
 
 
-def test_the_place_where_two_runs_part(tmp_path):
+def test_divergence_of_two_runs_route(tmp_path):
     write(tmp_path / "logs/a", [snapshot(step) for step in (0, 1)])
     write(tmp_path / "logs/b", [snapshot(0), snapshot(1, offset=3)])
     client = Client(wsgi_app(tmp_path / "logs"))
@@ -216,7 +216,7 @@ def test_the_place_where_two_runs_part(tmp_path):
     assert found["diverged"] is False and "share no tensor" in found["text"]
 
 
-def test_sets_of_tensors_are_laid_side_by_side(tmp_path):
+def test_tensor_sets_are_merged(tmp_path):
     names = (*NAMES[:2], "new", *NAMES[3:])
     steps = [snapshot(0), snapshot(10, names=names), snapshot(20, backward=False)]
     write(tmp_path / "logs/run", steps)
@@ -235,7 +235,7 @@ def test_sets_of_tensors_are_laid_side_by_side(tmp_path):
     assert not np.isnan(arrays["fractions"][1]).any()
 
 
-def test_a_run_without_gradients(tmp_path):
+def test_run_without_gradients(tmp_path):
     write(tmp_path / "logs/run", [snapshot(0, backward=False)])
     client = Client(wsgi_app(tmp_path / "logs"))
     (run,) = json.loads(get(client, "runs").data)["runs"]
@@ -256,7 +256,7 @@ def test_listed_as_active_only_with_scales(client, tmp_path):
     assert json.loads(get(empty, "runs").data)["runs"] == []
 
 
-def test_only_files_of_the_page_are_served(client):
+def test_only_static_files_are_served(client):
     assert {"index.js", "app.js", "style.css"} <= set(STATIC_FILES)
     for name in STATIC_FILES:
         assert get(client, f"static/{name}").data == (STATIC / name).read_bytes()
@@ -264,27 +264,27 @@ def test_only_files_of_the_page_are_served(client):
         get(client, f"static/{name}", status=404)
 
 
-def test_the_page_asks_nobody_else():
+def test_page_loads_no_external_resources():
     for path in STATIC.iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "http:" not in text and "https:" not in text and "//cdn" not in text, path.name
 
 
-def test_more_steps_are_kept_unless_the_user_says_otherwise():
+def test_samples_per_plugin_default_is_raised():
     for given, expected in (({}, SAMPLES), ({"scales": 7}, 7)):
         flags = argparse.Namespace(samples_per_plugin=dict(given))
         ScalesLoader().fix_flags(flags)
         assert flags.samples_per_plugin["scales"] == expected == flags.samples_per_plugin["scales"]
 
 
-def test_tensorboard_finds_the_plugin():
+def test_plugin_is_a_tensorboard_entry_point():
     found = [one for one in entry_points(group="tensorboard_plugins") if one.name == "scales"]
     if not found:
         pytest.skip("the package is not installed here: entry points belong to installed packages")
     assert all(one.load() is ScalesLoader for one in found)
 
 
-def test_tensorboard_does_not_wait_for_torch():
+def test_plugin_does_not_import_torch():
     code = (
         "import sys; import lightning_unitscale.tensorboard.plugin; "
         "print(*{name.split('.')[0] for name in sys.modules})"
@@ -308,7 +308,7 @@ def test_event_files_are_read_without_tensorboard(logdir):
     np.testing.assert_array_equal(counts, unit_scaled(snapshot(20)).exponent_counts()[0])
 
 
-def test_a_step_that_was_written_twice_has_its_later_value(tmp_path):
+def test_rewritten_step_has_later_value(tmp_path):
     write(tmp_path, [snapshot(0), snapshot(10)])
     write(tmp_path, [snapshot(10, offset=3), snapshot(20)])
     history = read_run(tmp_path).history("forward")
@@ -328,11 +328,11 @@ def test_a_step_that_was_written_twice_has_its_later_value(tmp_path):
         (["abc", "cba"], "abc"),
     ],
 )
-def test_merged_orders(orders, merged):
+def test_merge_orders_of_tensor_names(orders, merged):
     assert "".join(merge_orders(tuple(one) for one in orders)) == merged
 
 
-def test_the_last_step_is_kept():
+def test_thinning_keeps_last_step():
     assert kept_steps(10, 4).tolist() == [0, 3, 6, 9]
     assert kept_steps(3, 10).tolist() == [0, 1, 2]
     assert kept_steps(7, 1).tolist() == [6]

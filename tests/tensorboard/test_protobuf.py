@@ -11,7 +11,7 @@ from lightning_unitscale.tensorboard.protobuf import FastRecordWriter, use_fast_
 
 
 @pytest.mark.parametrize("length", [*range(12), 63, 64, 65, 1000, 20_001])
-def test_records_are_the_same_bytes(tmp_path, length):
+def test_fast_records_have_same_bytes(tmp_path, length):
     data = random.Random(length).randbytes(length)
     contents = []
     for kind in (RecordWriter, FastRecordWriter):
@@ -24,7 +24,7 @@ def test_records_are_the_same_bytes(tmp_path, length):
     assert contents[0] == contents[1]
 
 
-def test_an_open_file_is_sped_up_once_and_stays_readable(tmp_path):
+def test_fast_checksums_in_open_file_stay_readable(tmp_path):
     with SummaryWriter(str(tmp_path)) as experiment:
         experiment.add_scalar("before", 1.0, 0)
         for _ in range(2):
@@ -37,5 +37,5 @@ def test_an_open_file_is_sped_up_once_and_stays_readable(tmp_path):
     assert tags == ["before"] + ["after/text_summary"] * 5
 
 
-def test_another_writer_is_left_alone():
+def test_other_writers_are_not_changed():
     assert not use_fast_checksums(object())

@@ -41,7 +41,7 @@ def test_command_writes_a_picture_a_page_and_the_table(run, tmp_path, capsys):
         assert foreign not in page
 
 
-def test_without_matplotlib_there_are_the_page_and_the_table(run, tmp_path, monkeypatch, capsys):
+def test_report_without_matplotlib_has_page_and_table(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     main(["report", str(run), "--output", "out"])
     printed = capsys.readouterr()
@@ -52,7 +52,7 @@ def test_without_matplotlib_there_are_the_page_and_the_table(run, tmp_path, monk
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["scales.html"]
 
 
-def test_the_table_is_that_of_the_snapshot(run):
+def test_table_matches_snapshot(run):
     printed = scale_table(LastStep(read_run(run)))
     # The event file has fractions in half precision: three digits of them are shown.
     fields = [line.split() for line in printed.splitlines()]
@@ -68,7 +68,7 @@ def test_a_run_without_gradients(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_graph_of_the_last_step(tmp_path):
+def test_page_has_graph_of_last_step(tmp_path):
     inputs = ((), (NAMES[0],), (NAMES[1],), (NAMES[1], NAMES[2]), (NAMES[3],), (NAMES[4],))
     last = replace(unit_scaled(snapshot(10)), inputs=inputs)
     report = write_report([write(tmp_path / "run", [last])], tmp_path / "out")
@@ -89,7 +89,7 @@ def test_the_graph_of_the_last_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_report_over_another_one_leaves_nothing_of_it(run, tmp_path):
+def test_new_report_removes_pictures_of_old_one(run, tmp_path):
     output = tmp_path / "out"
     mine = output / "scales_of_mine.png"
     output.mkdir()
@@ -119,7 +119,7 @@ def test_pictures_without_units_have_one_map_per_direction(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_alerts_in_a_report(tmp_path):
+def test_report_has_alerts(tmp_path):
     folder = tmp_path / "run"
     inputs = ((), (NAMES[0],), (NAMES[1],), (NAMES[2],), (NAMES[3],), (NAMES[4],))
     with SummaryWriter(str(folder)) as experiment:
@@ -150,7 +150,7 @@ def count_pixels(picture, color):
 
 
 @pytest.mark.slow
-def test_several_runs_are_named_as_tensorboard_names_them(run, tmp_path):
+def test_run_names_match_tensorboard(run, tmp_path):
     other = write(tmp_path / "logs/base/version_3", [snapshot(0)])
     report = write_report([run, other], tmp_path / "out")
     assert list(report.tables) == ["gpt/version_0", "base/version_3"]
@@ -164,7 +164,7 @@ def _error(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_what_is_wrong_is_said(run, tmp_path, capsys):
+def test_bad_run_folders_are_clear_errors(run, tmp_path, capsys):
     for arguments, message in (
         (["nowhere"], "no such folder"),
         (
@@ -181,7 +181,7 @@ def test_what_is_wrong_is_said(run, tmp_path, capsys):
     assert "no scales. Expected a run whose Trainer had a ScaleMon" in _error(capsys, "plain")
 
 
-def test_a_folder_that_cannot_be_written(run, tmp_path, capsys):
+def test_unwritable_output_is_an_error(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     for output in ("file", "file/report"):
         text = _error(capsys, str(run), "--output", output)
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written(run, tmp_path, capsys):
         write_report([run], 3)
 
 
-def test_names_cannot_end_the_script(tmp_path):
+def test_tensor_names_are_escaped_in_script(tmp_path):
     hostile = ("</script><b>", *NAMES[1:])
     write(tmp_path / "run", [snapshot(0, names=hostile)])
     page = write_report([tmp_path / "run"], tmp_path / "out").page.read_text()
@@ -198,7 +198,7 @@ def test_names_cannot_end_the_script(tmp_path):
     assert "<b>" not in page
 
 
-def test_a_bundle_has_every_module_once_after_those_it_needs():
+def test_bundle_has_modules_in_dependency_order():
     text = bundle("app.js", "source.js", "theme.js")
     modules = sorted(path.name for path in STATIC.glob("*.js") if path.name != "index.js")
     order = [line.split("'")[1] for line in text.splitlines() if line.startswith("modules[")]

@@ -53,11 +53,11 @@ def test_tags_are_parsed_back(direction, quantity, subject):
         "other/forward/log2_rms/0",
     ],
 )
-def test_foreign_tags(tag):
+def test_foreign_tags_are_ignored(tag):
     assert Series.parse(tag) is None
 
 
-def test_names_travel_as_content():
+def test_tensor_set_survives_content_round_trip():
     assert TensorSet.from_content(TENSORS.to_content()) == TENSORS
     assert TensorSet.from_content(content()) is None
     assert replace(TENSORS).key == TENSORS.key and len(TENSORS.key) == 8
@@ -66,13 +66,13 @@ def test_names_travel_as_content():
 
 
 @pytest.mark.parametrize("data", [b"", b"no json \xff", b"[]", b"{}", b'{"version":99}'])
-def test_content_of_another_kind(data):
+def test_foreign_content_is_ignored(data):
     assert parse_content(data) is None
     assert TensorSet.from_content(data) is None
 
 
 @pytest.mark.parametrize("bins", [[], [0], [278], [100, 101, 130], range(279)])
-def test_exponent_counts(bins):
+def test_exponent_counts_survive_round_trip(bins):
     counts = np.zeros(279)
     counts[list(bins)] = np.arange(len(bins)) + 1
     (vector,) = exponent_vectors(counts[None], [16_384], [-7])
@@ -85,12 +85,12 @@ def test_exponent_counts(bins):
 @pytest.mark.parametrize(
     "vector", [[], [1.0, 2.0], np.zeros((3, 3)), [8, 0, 128, 1, 1], [8, 0, -151]]
 )
-def test_no_exponent_counts(vector):
+def test_bad_exponent_vector_is_an_error(vector):
     with pytest.raises(ValueError, match="not exponent counts"):
         ExponentCounts.from_vector(vector)
 
 
-def test_the_plugin_side_needs_no_torch():
+def test_schema_does_not_import_torch():
     code = "import sys; import lightning_unitscale.tensorboard.schema; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -30,7 +30,7 @@ def read_back(path, snapshot):
 
 
 @pytest.mark.parametrize("is_read_back", [False, True])
-def test_the_summary(is_read_back, tmp_path):
+def test_summary_counts_tensors_near_rms_1(is_read_back, tmp_path):
     # Tensor k is about 2**-2k and its gradient 2**(-4 - 2k); a gradient of zeros has no scale.
     expected = {
         "1 of 4 operands and 0 of 2 gradients within 2x of RMS 1, 1 and 0 within 4x": PLAIN,
@@ -47,7 +47,7 @@ def test_the_summary(is_read_back, tmp_path):
         assert line in scale_table(shown)
 
 
-def test_a_line_per_block():
+def test_short_table_has_line_per_block():
     table = scale_table(SCALED, full=False)
     assert table.startswith("Scales at step 10")
     true, stored = (SCALED.log2_rms(stored=one).round(1) + 0.0 for one in (False, True))
@@ -63,7 +63,7 @@ def test_a_line_per_block():
     )
 
 
-def test_what_matmuls_read_has_a_star():
+def test_matmul_operands_have_a_star():
     lines = cells(f"{scale_table(SCALED)}\n\n")
     starred = [[field.endswith("*") for field in line[2:6]] for line in lines]
     assert starred == [
@@ -72,7 +72,7 @@ def test_what_matmuls_read_has_a_star():
     ]
 
 
-def test_without_units_there_is_one_value():
+def test_table_without_units_has_one_value_column():
     table = scale_table(PLAIN, full=False)
     assert "true value" not in table and "stored  " not in table
     assert [line[0] for line in cells(table)] == ["blocks.0", "blocks.1", "head"]
@@ -80,12 +80,12 @@ def test_without_units_there_is_one_value():
     assert cells(table)[-1] == ["head", "-", "-", "-", "-"]
 
 
-def test_where_nobody_knows_what_matmuls_read_all_is_shown():
+def test_table_without_operand_marks_shows_all_tensors():
     assert scale_table(snapshot(10), full=False) == scale_table(snapshot(10))
 
 
 @pytest.mark.slow
-def test_the_report_prints_the_short_table(tmp_path, capsys, monkeypatch):
+def test_report_prints_short_table(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", [SCALED])
     printed = {}

@@ -66,7 +66,7 @@ def ours(events):
     return found
 
 
-def test_vectors_of_the_plugin(experiment):
+def test_plugin_vectors_are_written(experiment):
     writer = ScaleWriter(experiment)
     snapshots = [snapshot(step, log2_sigma=np.array([0, 1, -2, 0])) for step in (0, 50)]
     for one in snapshots:
@@ -115,7 +115,7 @@ def test_constant_vectors_are_written_when_they_change(experiment):
     assert list(again["forward", "numel"]) == [0, 40]
 
 
-def test_exponent_counts_of_the_plugin(experiment):
+def test_exponent_counts_are_written(experiment):
     one = snapshot(7, log2_gamma=np.array([0, -20, 0, 0]))
     ScaleWriter(experiment).write(one)
     events = read(experiment)
@@ -146,7 +146,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("tabs", SHOWN)
-def test_stock_tabs_show_what_was_asked_for(experiment, tabs):
+def test_stock_tabs_have_selected_tensors(experiment, tabs):
     one = snapshot(3, log2_sigma=np.array([4, 0, 0, 0]))
     ScaleWriter(experiment, tabs=tabs).write(one)
     events = read(experiment)
@@ -159,7 +159,7 @@ def test_stock_tabs_show_what_was_asked_for(experiment, tabs):
     assert tuple(exponents) == NAMES
 
 
-def test_stock_scalars_are_of_the_stored_tensor(experiment):
+def test_stock_scalars_show_stored_values(experiment):
     one = snapshot(3, log2_sigma=np.array([4, 0, 0, 0]))
     ScaleWriter(experiment).write(one)
     events = read(experiment)
@@ -218,14 +218,14 @@ def test_custom_scalars_group_by_block(experiment):
     assert f"{GRADIENT}/log2_rms" in drawn
 
 
-def test_charts_of_two_runs_with_other_tensors_are_the_same():
+def test_custom_scalar_charts_match_across_runs():
     # TensorBoard shows charts that are equal once.
     more, fewer = (custom_scalars_layout(snapshot(names=NAMES[:n]), "operands") for n in (4, 2))
     assert more["model.blocks.0"] == fewer["model.blocks.0"]
     assert list(fewer) == ["model.blocks.0"]
 
 
-def test_table(experiment):
+def test_table_is_written_as_text(experiment):
     ScaleWriter(experiment).finish(snapshot(12))
     (text,) = arrays(read(experiment), "~scales/table/text_summary").values()
     text = text.item().decode()
@@ -242,7 +242,7 @@ def test_repeated_and_smaller_steps(experiment):
     assert steps == [0, 50, 100, 0, 50]
 
 
-def test_other_tensors_are_another_set(experiment):
+def test_other_tensors_start_new_set(experiment):
     writer = ScaleWriter(experiment)
     writer.write(snapshot(0))
     writer.write(snapshot(1, names=NAMES[:2]))
@@ -257,7 +257,7 @@ def test_other_tensors_are_another_set(experiment):
         assert len(TensorSet.from_content(content).names) == array.size
 
 
-def test_a_file_that_was_closed_is_described_anew(tmp_path):
+def test_reopened_file_is_described_again(tmp_path):
     experiment = SummaryWriter(str(tmp_path))
     writer = ScaleWriter(experiment)
     writer.write(snapshot(0))
@@ -269,7 +269,7 @@ def test_a_file_that_was_closed_is_described_anew(tmp_path):
     assert ("forward", "log2_rms") in {key[:2] for key in ours(events)}
 
 
-def test_nothing_to_write(experiment):
+def test_empty_snapshot_and_foreign_logger_write_nothing(experiment):
     class Stranger:
         def __getattr__(self, name):
             return lambda *args, **kwargs: None
@@ -283,7 +283,7 @@ def test_nothing_to_write(experiment):
     assert not events.Tags()["scalars"] and not events.Tags()["tensors"]
 
 
-def test_without_histograms_and_without_backward(experiment):
+def test_snapshots_without_histograms_or_gradients(experiment):
     ScaleWriter(experiment).write(snapshot(1, backward=False))
     ScaleWriter(experiment).write(snapshot(2, layout=RowLayout(histogram=False)))
     events = read(experiment)
@@ -322,13 +322,13 @@ def test_long_runs_are_thinned(experiment):
 BEFORE = {"vectors": 2000, "fractions": 500, "scalars": 250, "exponents": 64, "histograms": 16}
 
 
-def test_a_nonfinite_tensor(experiment):
+def test_nonfinite_tensor_has_no_scalar(experiment):
     rows = statistics_row(torch.tensor([math.nan, math.inf]), LAYOUT).numpy()[None]
     ScaleWriter(experiment).write(ScaleSnapshot(0, ("a",), rows, rows, LAYOUT))
     assert not read(experiment).Tags()["scalars"]
 
 
-def test_the_annotated_graph(experiment):
+def test_graph_nodes_have_scales(experiment):
     inputs = ((), (NAMES[0],), (NAMES[1], NAMES[0]), (NAMES[2], "unknown"))
     one = snapshot(5, inputs=inputs, log2_sigma=np.array([3, 0, 0, 0]))
     writer = ScaleWriter(experiment)
