@@ -757,7 +757,7 @@ def test_wrong_files_are_one_line(
     assert error.count("\n") == 1 and re.search(expected, error), error
 
 
-def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_truncated_checkpoint_is_an_error(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
     (tmp_path / "last.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:-30])
     model = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
@@ -781,9 +781,7 @@ class Sized(BoringModel):
         print(f"size: {size}")
 
 
-def test_an_argument_may_have_one_of_several_types(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_argument_with_several_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = {"accelerator": "cpu", "fast_dev_run": 1, "enable_model_summary": False}
     model = {"class_path": f"{__name__}.Sized", "init_args": {"size": {"depth": 3}}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))

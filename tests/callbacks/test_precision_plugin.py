@@ -281,7 +281,7 @@ def test_two_runs_of_a_trainer_and_other_callbacks(tmp_path: Path) -> None:
     assert trainer.global_step == 8
 
 
-def test_a_plugin_of_lightning_is_a_base() -> None:
+def test_lightning_plugin_as_base() -> None:
     plugin = UnitScaledPrecision("fp8", base=FSDPPrecision("bf16-mixed"))
     assert isinstance(plugin, FSDPPrecision) and plugin.precision == "bf16-mixed"
     assert plugin.mixed_precision_config.reduce_dtype == torch.bfloat16  # type: ignore[attr-defined]

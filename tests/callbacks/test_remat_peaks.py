@@ -72,7 +72,7 @@ def test_predicted_peak_matches_measured_peak(beside: str, make: Any) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("beside", sorted(BESIDE))
-def test_the_measured_peak_is_enough(beside: str) -> None:
+def test_measured_peak_needs_no_recomputation(beside: str) -> None:
     remat = RematCallback(1.0)
     _fit(remat, *BESIDE[beside](), make=_sgd)
     assert remat.measured_peak_bytes is not None

@@ -161,7 +161,7 @@ def test_a_callback_can_be_sent_to_another_process(name: str, is_used: bool) -> 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", PICKLED)
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
-def test_a_copy_of_a_running_callback_is_a_new_one(name: str) -> None:
+def test_copied_running_callback_is_independent(name: str) -> None:
     """A checkpoint has copies of callbacks that are among a module's hyperparameters."""
     copies: list[Any] = []
 

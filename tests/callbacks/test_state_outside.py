@@ -124,7 +124,7 @@ def test_state_outside_module_is_bit_identical(kind: str) -> None:
     assert matmuls_run(callbacks) > 0
 
 
-def test_an_evaluation_reads_an_iterator_once() -> None:
+def test_evaluation_reads_iterator_once() -> None:
     class Reading(Keeping):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             return self.training_step(batch, batch_idx)

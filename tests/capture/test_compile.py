@@ -76,7 +76,7 @@ def test_compile_composes_with_transforms_in_any_order(executed: list[str]) -> N
         assert ungraded == {"input.x"}
 
 
-def test_a_module_compiled_by_the_user_is_refused() -> None:
+def test_compiled_module_is_an_error() -> None:
     with pytest.raises(ValueError, match="compiled already"):
         compile(torch.compile(Net()))
 

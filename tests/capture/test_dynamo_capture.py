@@ -61,7 +61,7 @@ def test_graph_inputs_have_kind_and_fqn() -> None:
     assert graph.frame_id >= 0
 
 
-def test_a_copy_may_be_rewritten_without_touching_dynamos_graph() -> None:
+def test_rewriting_copy_does_not_change_dynamo_graph() -> None:
     original = _capture(Network(), torch.randn(3, 4), 2).graph_module
     code = original.code
     copy = copy_graph_module(original)

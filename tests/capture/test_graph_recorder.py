@@ -74,7 +74,7 @@ def test_tap_without_slot_is_called_only_with_gradient() -> None:
     assert_same_bits(seen, [torch.full((3,), 2.0)])
 
 
-def test_a_detached_tap_may_be_written_into() -> None:
+def test_detached_tap_allows_in_place_writes() -> None:
     tensor, slot = torch.ones(3), torch.zeros(1, requires_grad=True)
     tapped = tap_gradient(tensor, slot, lambda gradient: gradient.sum()[None], detach=True)
     tapped.mul_(3)

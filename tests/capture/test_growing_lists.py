@@ -146,7 +146,7 @@ def test_list_replaced_between_steps() -> None:
     assert len(steps.steps["training_step"].graphs) == 1
 
 
-def test_a_rehearsal_appends_nothing() -> None:
+def test_rehearsal_does_not_append() -> None:
     module, steps = _captured(Appends)
     module.outputs.append("before")
     steps.steps["training_step"].rehearse(lambda graph, inputs: graph.base(*inputs), _batches()[0])

@@ -138,7 +138,7 @@ def test_side_effects_match_plain_step_in_order_and_value(executor: str) -> None
     assert graph.index == 0
 
 
-def test_a_rehearsal_logs_nothing() -> None:
+def test_rehearsal_does_not_log() -> None:
     module, batch = Logging(), torch.randn(3, 4)
     steps = _steps(module)
     steps.steps["training_step"].rehearse(lambda graph, inputs: graph.base(*inputs), batch)

@@ -100,7 +100,7 @@ def test_bias_is_fused_into_16_bit_matmul(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS.values(), ids=str)
-def test_the_shapes_of_triton_casts(dtype: torch.dtype) -> None:
+def test_triton_cast_output_shapes(dtype: torch.dtype) -> None:
     with FakeTensorMode():
         matrix = torch.empty(30, 7, device="cuda")
         casts = fp8_matrices(matrix, 0.5, dtype, turned=True)

@@ -107,7 +107,7 @@ def test_gpu_simulation_is_undone_after_error() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_module_without_forward_is_refused() -> None:
+def test_module_without_forward_is_an_error() -> None:
     class Steps(pl.LightningModule):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return batch.sum()

@@ -248,7 +248,7 @@ def _merge(module: nn.Linear, delta: Tensor) -> None:
     module.weight.data += delta
 
 
-def test_a_step_that_merges_into_a_weight_at_unit_scale() -> None:
+def test_merging_into_scaled_weight_is_an_error() -> None:
     module, delta = nn.Linear(W, W), torch.randn(W, W)
     known = plan(Of(lambda m, x: m[0](x).square().mean(), module), torch.randn(4, W))
 

@@ -85,7 +85,7 @@ def test_thresholds_are_parsed():
     )
 
 
-def test_a_threshold_itself_is_allowed():
+def test_value_equal_to_threshold_is_allowed():
     one = of([[500.0, 1.0, 1.0, 1.0], [500.0, 500.0, 1.0, 1e-9]])
     for fraction, tensors in ((0.25, ["m.b"]), (0.2, ["m.a", "m.b"]), (0.5, [])):
         alerts = format_violations(one, [Threshold(E4M3FN, "overflow", fraction)])
