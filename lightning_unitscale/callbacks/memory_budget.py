@@ -106,6 +106,7 @@ class RematCallback(StepsCallback):
         if offload is not None and compile:
             raise ValueError(f"offload={offload!r}: {OP_BY_OP}")
         self.measured_peak_bytes: int | None = None
+        self._is_observed = False  # whether that peak includes the statistics of ScaleMonitor
         self._steps: ModuleSteps | None = None
         self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
         self._meter: PeakMeter | None = None
@@ -196,6 +197,7 @@ class RematCallback(StepsCallback):
             self._meter = None
             if not self._plan_by(parts):
                 self.measured_peak_bytes = peak
+                self._is_observed = self._steps is not None and self._steps.observed
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -285,8 +287,10 @@ class RematCallback(StepsCallback):
             return f"{text}, not measured: the run had too few steps"
         if any(report.sizes for report in self.reports):
             return f"{text} for the planned sizes, measured {format_bytes(measured)} for others"
-        error = 100 * (predicted / measured - 1)
-        return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
+        error = f"{100 * (predicted / measured - 1):+.1f} %"
+        if self._is_observed:
+            error = "with the statistics of ScaleMonitor, which sampled that step"
+        return f"{text}, measured {format_bytes(measured)} ({error})"
 
     @override
     def leave(self) -> None:

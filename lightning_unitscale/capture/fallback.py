@@ -197,7 +197,7 @@ class Fallback:
         step, was_skipped = self._step, self._is_skipped
         self._is_skipped = bool(step.graph_breaks) and not (step.graphs or is_watched())
         is_for_good = was_skipped and self._is_skipped and step.interpreter is None
-        if is_for_good and not step.owner.changes_function:
+        if is_for_good and not step.owner.changes_function and torch.is_grad_enabled():
             self.stay_plain(joined_reasons(step.graph_breaks))
 
     def through_backward(self, run: Callable[[Any], None], loss: Any) -> None:

@@ -91,6 +91,14 @@ def test_run_without_dropout_matches_plain_run_and_peak(budget) -> None:
     assert "measured" in callback.explain()
 
 
+def test_measured_peak_of_a_sampled_step_is_not_compared() -> None:
+    callback = RematCallback(0.4)
+    monitor = ScaleMonitor(every_n_steps=1)
+    _fit(_gpt(), _batches(), callback, monitor, logger=MemoryLogger())
+    assert "with the statistics of ScaleMonitor" in callback.explain()
+    assert "%)" not in callback.explain()
+
+
 def test_measured_peak_is_within_budget_in_bytes() -> None:
     data, unplanned = DataLoader(_Wide(), batch_size=256), RematCallback(1.0)
     _fit(_Whole(), data, unplanned)
