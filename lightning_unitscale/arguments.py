@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def check_callable(name: str, value: object, expected: str, advice: str) -> None
 def checked_folder(name: str, value: Any) -> Path:
     """Return a folder that files can be written to, and create it if it does not exist."""
     check_instance(name, value, (str, os.PathLike), "the path of a folder", "pass its path")
-    folder = Path(value)
+    folder = Path(os.path.expanduser(value))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         why = "" if os.access(folder, os.W_OK | os.X_OK) else "permission denied"
@@ -121,6 +122,19 @@ def check_file(name: str, value: Any) -> None:
             f"{name}={shown(os.fspath(value))}: this file cannot be written ({why}). Expected a "
             "file in a folder that exists. Pass another path."
         )
+
+
+def check_picture(name: str, value: Any) -> None:
+    """Refuse the path of a picture in a format that matplotlib cannot write."""
+    check_file(name, value)
+    suffix = Path(value).suffix[1:]
+    if not suffix or find_spec("matplotlib") is None:  # whose absence is reported later
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    what = f"no format of pictures, in {name}={shown(os.fspath(value))}"
+    check_choice("suffix", suffix.lower(), known, what, "pass a path such as picture.png")
 
 
 def is_same(value: object, default: object) -> bool:

@@ -364,6 +364,7 @@ class TestProfile:
     [
         ("--json=nowhere/profile.json", "json='nowhere/profile.json': .*nowhere is not a folder"),
         ("--plot=logs", "plot='logs': .*it is a folder"),
+        ("--plot=a.mp4", "suffix='mp4': no format of pictures, in plot='a.mp4'"),
         ("--sort_by=size", "sort_by='size': nodes have no such number"),
         ("--limit=0", "limit=0: not a count"),
         ("--budget_bytes=-1", "budget_bytes=-1: not a count"),
@@ -609,6 +610,17 @@ def test_unplannable_step_error_has_no_traceback(
     with pytest.raises(kind) as found:
         main([words[0], *model, *words[1:]])
     assert said.replace("READING:LINE", f"`loss.item()` at {file}:{line}") in str(found.value)
+
+
+class Manual(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_a_step_with_manual_optimization_cannot_be_planned() -> None:
+    with pytest.raises(SystemExit, match=r"Manual has manual optimization, so .*\. Expected aut"):
+        main(["profile", f"--model={__name__}.Manual", "--trainer.accelerator=cpu"])
 
 
 @pytest.mark.parametrize("kind", ["RuntimeError", "ValueError"])

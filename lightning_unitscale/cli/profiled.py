@@ -25,7 +25,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_choice, check_count, check_file
+from lightning_unitscale.arguments import check_choice, check_count, check_file, check_picture
 from lightning_unitscale.callbacks.lightning_steps import step_arguments
 from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.capture.absent_ranks import emptied, is_sharded, take_over
@@ -231,9 +231,9 @@ class ProfileCLI(UnitScaleCLI):
 
     def _check_options(self) -> None:
         """Refuse options that would otherwise fail after the step has been profiled."""
-        for name in ("json", "plot"):
+        for name, check in (("json", check_file), ("plot", check_picture)):
             if self.config[name] is not None:
-                check_file(name, self.config[name])
+                check(name, self.config[name])
         for name in ("limit", "budget_bytes"):
             if self.config[name] is not None:
                 check_count(name, self.config[name])
@@ -276,6 +276,12 @@ class ProfileCLI(UnitScaleCLI):
 
     def _first_batch(self) -> Any:
         data, model = self.datamodule, self.model
+        if not model.automatic_optimization:
+            raise misconfigured(
+                f"`{self.command}`: {type(model).__name__} has manual optimization, so its step "
+                "cannot run without a training. Expected automatic optimization. Write a "
+                "training_step that only returns the loss."
+            )
         model.trainer = self.trainer
         if data is not None:
             data.trainer = self.trainer

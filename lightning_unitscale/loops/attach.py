@@ -108,7 +108,7 @@ class Attachment(called_loop.CalledLoop):
             # TensorBoard writes to object stores too.
             is_url = isinstance(log_dir, str) and "://" in log_dir
             if log_dir is not None and not is_url and self.is_global_zero:
-                checked_folder("log_dir", log_dir)
+                self._log_dir = checked_folder("log_dir", log_dir)
             self._attached.callback(self._optimizers.hook(self.before_step, self.after_step).close)
             self._forward.enter_context(called_loop.through(self, self.run))
             for callback in given_callbacks(callbacks):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.arguments import check_callable, check_count, check_file, check_instance
+from lightning_unitscale.arguments import check_callable, check_count, check_instance, check_picture
 from lightning_unitscale.capture.breaks import num_graph_breaks
 from lightning_unitscale.capture.dynamo_capture import (
     forget_captures,
@@ -114,7 +114,7 @@ def pareto_front(
     """
     check_count("num_plans", num_plans)
     if path is not None:
-        check_file("path", path)
+        check_picture("path", path)
     plans = _planner(function, args, kwargs, cost_model, resident_bytes).front(num_plans)
     if path is not None:
         plot_front(plans, path)

@@ -6,6 +6,7 @@ It needs no torch, because the dashboard's server has none. The report uses it t
 from __future__ import annotations
 
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from lightning_unitscale.scales.layout import (
     Direction,
     RowLayout,
 )
+from lightning_unitscale.tensorboard.damage import collect_damaged_files
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
     COVERAGE_TAG,
@@ -328,7 +330,8 @@ def read_run(directory: str | Path, argument: str = "directory") -> RunScales:
         )
     if not any(path.is_file() for path in folder.glob(EVENT_FILES)):
         raise FileNotFoundError(f"{argument}={str(folder)!r}: no event files here. {_hint(folder)}")
-    events = EventAccumulator(str(folder), {TENSORS: 0}, purge_orphaned_data=False).Reload()
+    with collect_damaged_files() as damaged:
+        events = EventAccumulator(str(folder), {TENSORS: 0}, purge_orphaned_data=False).Reload()
     try:
         tags = events.PluginTagToContent(PLUGIN_NAME)
     except KeyError:
@@ -341,6 +344,14 @@ def read_run(directory: str | Path, argument: str = "directory") -> RunScales:
         ]
 
     run = RunScales(tags, read)
+    if damaged:
+        text = (
+            f"{argument}={str(folder)!r}: the event file {', '.join(damaged)} is damaged, and what "
+            "follows the damage cannot be read. Expected an intact file. Copy it again."
+        )
+        if not run.directions:
+            raise ValueError(text)
+        warnings.warn(text, stacklevel=2)
     if not run.directions:
         raise ValueError(
             f"{argument}={str(folder)!r}: its event files have no scales. Expected a run whose "

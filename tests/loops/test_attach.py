@@ -353,3 +353,14 @@ def test_attaching_module_twice_is_an_error() -> None:
         pytest.raises(ValueError, match="attached to it already"),
     ):
         attach(model, optimizer, UnitScaleCallback())
+
+
+def test_the_log_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer, ScaleMonitor(1), log_dir="~/runs"):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert list((tmp_path / "home/runs").glob("*tfevents*")) and not (tmp_path / "~").exists()

@@ -41,6 +41,29 @@ def test_command_writes_a_picture_a_page_and_the_table(run, tmp_path, capsys):
         assert foreign not in page
 
 
+def test_damaged_event_files_are_reported_and_files_still_written_are_not(run):
+    (path,) = run.glob("*tfevents*")
+    content = path.read_bytes()
+    path.write_bytes(content[:-9])  # the last record, alerts or statistics, is incomplete
+    assert len(read_run(run).history("forward").steps)
+    damaged = bytearray(content)
+    damaged[-40] ^= 255
+    path.write_bytes(damaged)
+    with pytest.warns(UserWarning, match=rf"{path.name} is damaged, and what follows .* Copy it"):
+        read_run(run)
+    damaged[40] ^= 255
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"^RUN='.*': the event file .* is damaged"):
+        read_run(run, "RUN")
+
+
+def test_the_home_folder_is_not_made_as_a_folder_of_that_name(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    main(["report", str(run), "--output=~/out"])
+    assert (tmp_path / "home/out/scales.html").is_file() and not (tmp_path / "~").exists()
+
+
 def test_report_without_matplotlib_has_page_and_table(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     main(["report", str(run), "--output", "out"])
