@@ -799,3 +799,25 @@ def test_argument_with_several_types(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
     main(["fit", f"--config={tmp_path / 'run.yaml'}"])
     assert "size: Large(depth=3)" in capsys.readouterr().out
+
+
+def test_a_reader_that_ends_early_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as stopped:
+            main(["--version"])
+    assert stopped.value.code == 141
+
+
+def test_an_interrupted_reading_has_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry_point, "read_run", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        main(["diagnose", str(tmp_path)])
+    assert stopped.value.code == 130

@@ -228,15 +228,24 @@ def argument_error(error: Exception) -> str | None:
     return None if complaint is None else complaint[1]
 
 
+def _place(error: BaseException) -> Path:
+    """Return the file that raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).resolve() if frames else Path()
+
+
+def is_own(error: BaseException) -> bool:
+    """Check whether the package raised an error, not the user's code or a library."""
+    return _place(error).is_relative_to(_PACKAGE)
+
+
 def is_answer(error: Exception, *, plans: bool) -> bool:
     """Check whether an error answers the user: the request is wrong or impossible."""
     if isinstance(error, (CaptureError, Refusal, MisconfigurationException)):
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    place = Path(frames[-1].filename).resolve() if frames else Path()
-    if place.name == "accelerator_connector.py":  # Lightning's checks of the Trainer's arguments
+    if _place(error).name == "accelerator_connector.py":  # Lightning's checks of the Trainer
         return True
-    if not place.is_relative_to(_PACKAGE):  # the user's code or a library
+    if not is_own(error):
         return False
     if isinstance(error, (ValueError, TypeError)):
         return argument_error(error) is not None

@@ -17,6 +17,7 @@ from lightning_unitscale.cli.commands import (
     CommandError,
     UnitScaleCLI,
     is_answer,
+    is_own,
 )
 from lightning_unitscale.cli.fit_in import FitInCLI
 from lightning_unitscale.cli.precision import PrecisionCLI
@@ -27,6 +28,7 @@ from lightning_unitscale.tensorboard.history import LastStep, read_run
 from lightning_unitscale.tensorboard.run_report import write_report
 
 EXIT_DIVERGED = 1
+EXIT_BROKEN_PIPE = 141  # that of a program that the signal SIGPIPE ends
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,6 +132,25 @@ _PLANNING: dict[str, type[ProfileCLI]] = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command, such as `fit` or `profile`."""
+    try:
+        try:
+            _run(args)
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except KeyboardInterrupt:  # except in the training, which handles Ctrl-C itself
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError as error:
+        if not is_own(error):
+            raise
+        # The reader of our output has ended, such as `head`. Python flushes it again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(EXIT_BROKEN_PIPE) from None
+
+
+def _run(args: Sequence[str] | None) -> None:
+    """Run a command whose output is read to its end."""
     words = list(sys.argv[1:] if args is None else args)
     shows_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
@@ -168,8 +189,6 @@ def main(args: Sequence[str] | None = None) -> None:
         if shows_traceback or not is_answer(error, plans=words[0] in _PLANNING):
             raise
         raise CommandError(f"lightning-unitscale: {error} ({_TRACEBACK} shows where)") from None
-    except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def _help() -> str:
