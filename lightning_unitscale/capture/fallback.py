@@ -190,7 +190,7 @@ class Fallback:
         return failure
 
     def note_call(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """Remember a call until its backward pass has succeeded."""
+        """Remember a call until its backward pass has succeeded, and whether it was captured."""
         if self._pending is not None:
             self._pending.call = (returned_loss(result), args, kwargs)
         # Dynamo skips a step that breaks in a loop, for good. The second call may yet be one graph.

@@ -4,6 +4,7 @@ import { readAddress, writeAddress } from './address.js';
 import { AlertList, KINDS } from './alerts.js';
 import { Controls, keysDescription, keysDialog } from './controls.js';
 import { Detail } from './detail.js';
+import { Divergence } from './divergence.js';
 import { element } from './dom.js';
 import { HeatMap } from './heatmap.js';
 import { Ledger } from './ledger.js';
@@ -21,7 +22,6 @@ import {
   scaleText,
 } from './model.js';
 import { Palette } from './palette.js';
-import { Parting } from './parting.js';
 
 const REFRESH_MILLISECONDS = 20000;
 const TURN = { forward: 'backward', backward: 'forward' };
@@ -69,7 +69,7 @@ export class App {
       this.select(tensor, step);
     };
     this.alerts = new AlertList({ onSelect });
-    this.parting = new Parting({ load: (query) => this.source.json('divergence', query), onSelect });
+    this.divergence = new Divergence({ load: (query) => this.source.json('divergence', query), onSelect });
     this.ledger = new Ledger({ load: (query) => this.source.json('precision', query), onSelect });
     this.heatMap = new HeatMap({
       onHover: (cell, event) => this.#showTip(cell, event),
@@ -91,7 +91,7 @@ export class App {
       { class: 'scales' },
       this.controls.node,
       this.legend.node,
-      this.parting.node,
+      this.divergence.node,
       this.alerts.node,
       this.ledger.node,
       this.main,
@@ -240,7 +240,7 @@ export class App {
       onBad: () => this.select(bad.name, bad.step),
     });
     this.alerts.set(found);
-    this.parting.set(found.map((data) => this.listing.runs.find(({ name }) => name === data.run)));
+    this.divergence.set(found.map((data) => this.listing.runs.find(({ name }) => name === data.run)));
     this.ledger.set(this.listing.runs.find(({ name }) => name === run), names);
     const turn = TURN[direction];
     if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);

@@ -2,11 +2,11 @@
 
 import { element } from './dom.js';
 
-export class Parting {
+export class Divergence {
   constructor({ load, onSelect }) {
     this.load = load;
     this.onSelect = onSelect;
-    this.node = element('p', { class: 'parting', hidden: true });
+    this.node = element('p', { class: 'divergence', hidden: true });
     this.shown = '';
   }
 
@@ -21,7 +21,7 @@ export class Parting {
       const found = await this.load({ run: runs[0].name, compared: runs[1].name });
       if (this.shown === key) this.#show(found);
     } catch (error) {
-      // A report may not have it. It is asked for again with the next change.
+      // A report may lack it. The next change asks for it again.
       if (this.shown === key) this.shown = '';
     }
   }
