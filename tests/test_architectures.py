@@ -69,7 +69,7 @@ def test_tracked_model_is_bit_identical(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "ViT"])
-def test_a_step_in_a_trainer_is_captured_whole(name: str) -> None:
+def test_step_in_a_trainer_is_captured_whole(name: str) -> None:
     plain, ours = train(name, None), train(name, "min_cut")
     assert ours.num_graphs == 1 and ours.breaks == []
     assert differences(plain, ours) == (0.0, 0.0)

@@ -149,7 +149,7 @@ def test_second_run_can_reuse_folder(tiny: list[str]) -> None:
 
 # A run from a checkpoint has a folder of its own, which Lightning remarks on.
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_run_is_resumed_from_a_checkpoint(tiny: list[str]) -> None:
+def test_run_is_resumed_from_a_checkpoint(tiny: list[str]) -> None:
     _fit(UNIT_SCALED, *tiny)
     _fit(UNIT_SCALED, *tiny, "--trainer.max_steps=2", "--model.decay_steps=4")
     checkpoint = "logs/gpt_unit_scaled/version_1/checkpoints/epoch=0-step=2.ckpt"
@@ -176,7 +176,7 @@ def test_validate_test_and_predict_subcommands(
         assert "Validation loss" not in output  # the report is about training
 
 
-def test_an_interrupted_run_reports_and_exits_cleanly(
+def test_interrupted_run_reports_and_exits_cleanly(
     tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -188,7 +188,7 @@ def test_an_interrupted_run_reports_and_exits_cleanly(
     assert Path("logs/gpt_baseline/version_0/checkpoints/epoch=0-step=3.ckpt").exists()
 
 
-def test_a_failed_run_has_no_report(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_run_has_no_report(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     callback = [f"--trainer.callbacks+={__name__}.Interrupt", "--trainer.callbacks.fail=true"]
     with pytest.raises(RuntimeError, match="out of luck"):
         _fit(BASELINE, *tiny, *callback)
@@ -214,7 +214,7 @@ def test_bad_callback_option_is_a_clear_error(name: str, value: Any, expected: s
         UnitScaleCLI(args={"model": model, "trainer": {"callbacks": [scaled]}}, run=False)
 
 
-def test_the_printed_configuration_shows_the_options_of_a_callback(
+def test_printed_configuration_shows_the_options_of_a_callback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = {"class_path": "lightning_unitscale.Rules", "init_args": {"method": "u-mup"}}
@@ -618,7 +618,7 @@ class Manual(BoringModel):
         self.automatic_optimization = False
 
 
-def test_a_step_with_manual_optimization_cannot_be_planned() -> None:
+def test_step_with_manual_optimization_cannot_be_planned() -> None:
     with pytest.raises(SystemExit, match=r"Manual has manual optimization, so .*\. Expected aut"):
         main(["profile", f"--model={__name__}.Manual", "--trainer.accelerator=cpu"])
 
@@ -801,7 +801,7 @@ def test_argument_with_several_types(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "size: Large(depth=3)" in capsys.readouterr().out
 
 
-def test_a_reader_that_ends_early_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_ends_early_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
@@ -811,7 +811,7 @@ def test_a_reader_that_ends_early_ends_a_command_quietly(monkeypatch: pytest.Mon
     assert stopped.value.code == 141
 
 
-def test_an_interrupted_reading_has_no_traceback(
+def test_interrupted_reading_has_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any) -> None:

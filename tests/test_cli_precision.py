@@ -86,7 +86,7 @@ def test_rules_are_an_error(tmp_path):
         run_on("u-mup", tmp_path)
 
 
-def test_the_plugin_sets_formats_and_exemptions(tmp_path, capsys):
+def test_plugin_sets_formats_and_exemptions(tmp_path, capsys):
     fp8 = {"class_path": "lightning_unitscale.FP8", "init_args": {"exempt": [["fc1", "forward"]]}}
     plugin = {"class_path": "lightning_unitscale.UnitScaledPrecision"}
     config = {

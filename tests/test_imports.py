@@ -211,7 +211,7 @@ def test_hf_callback_does_not_import_transformers(printed: dict[str, str]) -> No
     assert printed[HUGGING_FACE].split()[-3:] == ["False", "True", "None"]
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'unit_skale'"):
         _ = lightning_unitscale.unit_skale
     assert not hasattr(lightning_unitscale, "pipelines")

@@ -139,7 +139,7 @@ def table(page):
     return dict(page.browser.evaluate(script))
 
 
-def test_the_shift_slider_moves_fractions_and_bands(dashboard):
+def test_shift_slider_moves_fractions_and_bands(dashboard):
     dashboard.click_cell(0, row=3, column=3)
     rows = "document.querySelectorAll('.fractions tbody tr').length"
     dashboard.settle(f"{rows} === {len(FORMATS)}")

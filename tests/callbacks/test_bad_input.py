@@ -247,7 +247,7 @@ def test_module_without_optimizer_and_parameters() -> None:
         _fit(Empty(), *both(), logger=MemoryLogger())
 
 
-def test_a_module_that_uses_torch_compile_inside() -> None:
+def test_module_that_uses_torch_compile_inside() -> None:
     class Inside(Regression):
         def __init__(self) -> None:
             super().__init__()

@@ -256,7 +256,7 @@ def test_conflicting_options_are_an_error(name: str) -> None:
     ("option", "named"),
     [({"precision": "fp8"}, "precision='fp8'"), ({"simulate": "E5M2"}, "simulate='E5M2'")],
 )
-def test_a_plugin_that_hides_matmuls(option: Any, named: str) -> None:
+def test_plugin_that_hides_matmuls(option: Any, named: str) -> None:
     callback = UnitScaleCallback(**option)
     trained = pl.Trainer(callbacks=[callback], **{**QUIET, "max_steps": 1})
     plugin = object.__new__(TransformerEnginePrecision)

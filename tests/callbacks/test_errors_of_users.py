@@ -22,7 +22,7 @@ class HooksNodes(Regression):
         return self.second(hidden).square().mean()
 
 
-def test_a_step_that_hooks_nodes_is_not_captured() -> None:
+def test_step_that_hooks_nodes_is_not_captured() -> None:
     with pytest.warns(UserWarning, match="registers a hook on a node of autograd's graph at "):
         planned = run(HooksNodes, [RematCallback("min_cut")])
     assert_same_bits(planned.compared(), run(HooksNodes).compared())

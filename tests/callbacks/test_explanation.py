@@ -71,7 +71,7 @@ def test_units_table_lists_modules() -> None:
     assert units_table(Gauge()) is None
 
 
-def test_a_notebook_shows_tables_and_escapes_text() -> None:
+def test_notebook_shows_tables_and_escapes_text() -> None:
     explanation = Explanation("a < b", "", Table(("x",), (("<i>",),)))
     assert str(explanation).startswith("a < b\n\nx\n")
     html = explanation._repr_html_()
@@ -80,7 +80,7 @@ def test_a_notebook_shows_tables_and_escapes_text() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": "min_cut"}])
-def test_an_explanation_lists_the_units(options: dict[str, Any]) -> None:
+def test_explanation_lists_the_units(options: dict[str, Any]) -> None:
     callback = UnitScaleCallback(**options)
     run(Regression, [callback], max_steps=2)
     table = units_table(callback.gauge)

@@ -213,9 +213,7 @@ def test_moving_grid_moves_in_training_only(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("captured", [{"compile": True}, {"remat": "min_cut"}], ids=str)
-def test_a_layer_that_stops_fitting_leaves_fp8(
-    captured: dict[str, Any], torch_kernels: None
-) -> None:
+def test_layer_that_stops_fitting_leaves_fp8(captured: dict[str, Any], torch_kernels: None) -> None:
     class Later(Tower):
         """A network whose outlier appears during training, as in language models."""
 

@@ -105,7 +105,7 @@ def test_backbone_finetuning_is_bit_identical(how: str) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_callback_that_wraps_training_step(is_first: bool) -> None:
+def test_callback_that_wraps_training_step(is_first: bool) -> None:
     class Wrapping(pl.Callback):
         """Counts calls of the step, put on the instance before or after ours."""
 

@@ -258,7 +258,7 @@ def test_plugin_from_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_works_in_another_trainer(copied: Any) -> None:
+def test_copy_works_in_another_trainer(copied: Any) -> None:
     plugin = copied(UnitScaledPrecision(simulate="fp8", base="bf16-mixed"))
     assert isinstance(plugin, MixedPrecision) and "simulate='fp8'" in repr(plugin)
     again = run(Regression, plugins=[plugin])

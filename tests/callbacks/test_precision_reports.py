@@ -106,7 +106,7 @@ def test_accumulated_batches_share_one_report(tmp_path):
     assert [line.split(",")[0] for line in lines] == ["Exempt from step 2 on"]
 
 
-def test_the_readout_is_exempt_until_the_first_report(tmp_path):
+def test_readout_is_exempt_until_the_first_report(tmp_path):
     callback = UnitScaleCallback(precision=MEASURED)
     fit(callback, tmp_path, steps=1)
     assert "this computation is exempt" in str(callback.explain())

@@ -95,7 +95,7 @@ def test_should_stop_restores_module() -> None:
     assert_restored(module, before)
 
 
-def test_the_exported_and_copied_module_is_plain() -> None:
+def test_exported_and_copied_module_is_plain() -> None:
     copies = []
 
     class Copying(pl.Callback):
@@ -121,7 +121,7 @@ class _Pickling(pl.Callback):
         self.sent.append(pickle.dumps(pl_module))
 
 
-def test_a_module_that_is_pickled_while_it_trains_is_plain() -> None:
+def test_module_that_is_pickled_while_it_trains_is_plain() -> None:
     pickling = _Pickling()
     run(_adam_regression, both(), others=lambda: [pickling])
     module = pickle.loads(pickling.sent[-1])
@@ -148,7 +148,7 @@ PICKLED: dict[str, Callable[[], pl.Callback]] = {
 @pytest.mark.parametrize("name", PICKLED)
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
-def test_a_callback_can_be_sent_to_another_process(name: str, is_used: bool) -> None:
+def test_callback_can_be_sent_to_another_process(name: str, is_used: bool) -> None:
     """``strategy="ddp_spawn"`` sends the Trainer and everything in it."""
     callback = PICKLED[name]()
     if is_used:

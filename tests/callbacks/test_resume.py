@@ -107,7 +107,7 @@ class First(pl.Callback):
             self.gauge = unit_scale_of(trainer.callbacks).gauge.state()
 
 
-def test_a_killed_run_continues(killed: Any, whole: Any, tmp_path: Path) -> None:
+def test_killed_run_continues(killed: Any, whole: Any, tmp_path: Path) -> None:
     how, checkpoint = killed
     callbacks = ARRANGEMENTS[how]()
     first = First()
@@ -121,7 +121,7 @@ def test_a_killed_run_continues(killed: Any, whole: Any, tmp_path: Path) -> None
     assert [one.step for one in monitor_of(callbacks).snapshots] == [20, *range(21, 40, 3)]
 
 
-def test_a_killed_run_continues_without_the_callbacks(
+def test_killed_run_continues_without_the_callbacks(
     killed: Any, whole: Any, tmp_path: Path
 ) -> None:
     outputs, weights, _ = train([], 40, tmp_path, killed[1])
@@ -130,14 +130,14 @@ def test_a_killed_run_continues_without_the_callbacks(
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("how", ["both", "both, captured"])
-def test_a_plain_run_continues_with_the_callbacks(how: str, whole: Any, tmp_path: Path) -> None:
+def test_plain_run_continues_with_the_callbacks(how: str, whole: Any, tmp_path: Path) -> None:
     callbacks = ARRANGEMENTS[how]()
     outputs, weights, _ = train(callbacks, 40, tmp_path, whole[2] / "step=20.ckpt")
     assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
     assert len(unit_scale_of(callbacks).gauge) >= 4
 
 
-def test_a_run_continues_with_and_without_captured_steps(
+def test_run_continues_with_and_without_captured_steps(
     killed: Any, whole: Any, tmp_path: Path
 ) -> None:
     other = {"both": "both, captured", "both, captured": "both"}[killed[0]]

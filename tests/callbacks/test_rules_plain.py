@@ -143,7 +143,7 @@ class LazyAndCut(Classifier):
 
 
 @pytest.mark.slow
-def test_a_sanity_check_is_unscaled_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanity_check_is_unscaled_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "MANY_GRAPHS", 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

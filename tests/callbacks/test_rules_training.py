@@ -248,7 +248,7 @@ def test_inductor_matches_eager(torch_kernels: None) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("is_first", [False, True])
-def test_the_scale_monitor_shows_rms_1(is_first: bool) -> None:
+def test_scale_monitor_shows_rms_1(is_first: bool) -> None:
     callbacks = [unit_scale("u-mup"), ScaleMonitor(every_n_steps=1)][:: 1 if is_first else -1]
     fit(made(), *callbacks, max_steps=1, logger=MemoryLogger())
     (snapshot,) = monitor_of(callbacks).snapshots

@@ -174,7 +174,7 @@ def test_layers_shared_by_training_and_validation_across_a_graph_break(
 
 
 @pytest.mark.parametrize("how", ["monitor", "both"])
-def test_a_tensor_read_by_several_graphs(how: str) -> None:
+def test_tensor_read_by_several_graphs(how: str) -> None:
     # Its gradient is a sum over readers here and there, whose order decides on the last bits.
     class Gathered(Regression):
         def loss(self, batch: Any) -> torch.Tensor:
@@ -210,7 +210,7 @@ class Deep(Regression):
 
 
 @ARRANGED
-def test_a_deeper_module(plain: Callable[..., Run], how: str) -> None:
+def test_deeper_module(plain: Callable[..., Run], how: str) -> None:
     options: dict[str, Any] = {"make_module": Deep, "gradient_clip_val": 1.0}
     found = run(callbacks=ARRANGEMENTS[how](), **options)
     assert_same_bits(found.compared(), plain("deep", **options).compared())

@@ -95,7 +95,7 @@ def test_short_run_ends_with_scaled_sample() -> None:
     assert "4 of 4 operands" in monitor.table()
 
 
-def test_a_resumed_training_begins_with_a_sample(tmp_path: Any) -> None:
+def test_resumed_training_begins_with_a_sample(tmp_path: Any) -> None:
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 4:

@@ -90,7 +90,7 @@ def test_simulated_fp32_is_bit_identical() -> None:
     assert_same_bits(run(_module, [UnitScaleCallback(simulate="FP32")]).weights, plain.weights)
 
 
-def test_the_monitor_sees_values_before_they_are_rounded() -> None:
+def test_monitor_sees_values_before_they_are_rounded() -> None:
     monitors = [ScaleMonitor(every_n_steps=1) for _ in range(2)]
     for monitor, simulate in zip(monitors, (None, "E2M1FN"), strict=True):
         run(_module, [UnitScaleCallback(simulate=simulate), monitor], max_steps=1)
@@ -137,7 +137,7 @@ def test_grid_moves_only_if_requested() -> None:
     assert "(nearest, moving grid)" in moving.explain() and "(nearest)" in plain.explain()
 
 
-def test_the_module_is_restored() -> None:
+def test_module_is_restored() -> None:
     done = run(_module, [UnitScaleCallback(simulate="fp8")], max_steps=1)
     assert "training_step" not in done.module.__dict__
 

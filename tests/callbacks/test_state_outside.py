@@ -189,7 +189,7 @@ class Writing(Regression):
         return loss
 
 
-def test_a_step_that_writes_to_its_logger(tmp_path: Any) -> None:
+def test_step_that_writes_to_its_logger(tmp_path: Any) -> None:
     counted = []
     for name, callbacks in (("plain", []), ("ours", both())):
         pl.seed_everything(3, verbose=False)

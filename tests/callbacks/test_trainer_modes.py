@@ -88,7 +88,7 @@ def test_evaluation_without_a_predict_step_or_with_several_loaders() -> None:
     assert {"val_0", "val_1"} <= set(found.metrics)
 
 
-def test_a_module_that_only_has_forward_can_predict() -> None:
+def test_module_that_only_has_forward_can_predict() -> None:
     class Forward(Regression):
         def forward(self, batch: Any) -> torch.Tensor:
             return super().forward(batch[0])
@@ -127,7 +127,7 @@ def test_several_runs_with_the_same_callbacks(again: bool, how: str) -> None:
     assert len(steps) > 3
 
 
-def test_a_data_module() -> None:
+def test_data_module() -> None:
     class Data(pl.LightningDataModule):
         def setup(self, stage: str) -> None:
             self.rows = loader(12)
@@ -160,7 +160,7 @@ def _double(samples: list[Any]) -> Any:
     return [torch.stack(one).double() for one in zip(*samples, strict=True)]
 
 
-def test_a_combined_loader() -> None:
+def test_combined_loader() -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch["a"]) + self.loss(batch["b"])
 
@@ -195,12 +195,12 @@ def _lr_find(callbacks: list[pl.Callback]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_the_learning_rate_finder() -> None:
+def test_learning_rate_finder() -> None:
     assert_same_bits(_lr_find(both()), _lr_find([]))
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_the_learning_rate_finder_as_a_callback() -> None:
+def test_learning_rate_finder_as_a_callback() -> None:
     def make() -> Regression:
         module = Regression(lambda one: torch.optim.SGD(one.parameters(), lr=one.lr))
         module.lr = 0.1
@@ -232,5 +232,5 @@ def _batch_size(callbacks: list[pl.Callback]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
-def test_the_batch_size_finder() -> None:
+def test_batch_size_finder() -> None:
     assert_same_bits(_batch_size(both()), _batch_size([]))

@@ -124,7 +124,7 @@ class Hidden(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
-def test_a_sparse_matrix_in_a_plan() -> None:
+def test_sparse_matrix_in_a_plan() -> None:
     found, plain = run(Graph, [RematCallback("min_cut")]), run(Graph)
     assert_same_bits((found.outputs, found.weights), (plain.outputs, plain.weights))
 

@@ -108,7 +108,7 @@ def test_executors_do_not_change_results(executor: executors.Executor) -> None:
     assert_same_bits(got["inputs"], expected["inputs"])
 
 
-def test_the_original_error_is_unwrapped() -> None:
+def test_original_error_is_unwrapped() -> None:
     inner, outer = ValueError("inner"), RuntimeError("outer")
     assert capture.original_error(outer) is outer
     outer.inner_exception = inner

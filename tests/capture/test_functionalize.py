@@ -191,7 +191,7 @@ def test_inputs_and_parameters_are_still_mutated() -> None:
     assert torch.equal(given, x + 1)
 
 
-def test_a_matrix_matmul_is_never_in_place() -> None:
+def test_matrix_matmul_is_never_in_place() -> None:
     # Dynamo's own graph of this is wrong when it is run as FX writes it out (torch 2.13).
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = x * 1

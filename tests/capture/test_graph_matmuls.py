@@ -190,7 +190,7 @@ def test_every_call_form_is_found_with_its_operands(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [one for one in _FORMS if "attention" not in one])
-def test_a_matmul_is_linear_in_each_operand_and_adds_its_addends(name: str) -> None:
+def test_matmul_is_linear_in_each_operand_and_adds_its_addends(name: str) -> None:
     # The property that every rewrite rests on, checked on numbers rather than on names.
     function, shapes, operands, addend = _FORMS[name]
     inputs = {key: torch.randn(*shape) for key, shape in zip("abc", shapes, strict=False)}

@@ -142,7 +142,7 @@ def _observed(network: Network) -> ModuleSteps:
     return steps
 
 
-def test_a_recompilation_gives_the_same_names() -> None:
+def test_recompilation_gives_the_same_names() -> None:
     network = Network()
     steps = _observed(network)
     # By identity; kept, since torch 2.11 forgets graphs when weights freeze.

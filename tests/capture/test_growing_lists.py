@@ -116,7 +116,7 @@ class MentionsAny(Appends):
 
 
 @pytest.mark.parametrize("kind", [Appends, ByHelpers, ByBase, InForward, MentionsAny])
-def test_a_step_that_appends_is_captured_once(kind: type[Base]) -> None:
+def test_step_that_appends_is_captured_once(kind: type[Base]) -> None:
     module, steps = _captured(kind)
     for batch in _batches():
         module.training_step(batch)

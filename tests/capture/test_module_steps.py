@@ -115,7 +115,7 @@ def test_torch_error_is_raised_and_next_call_is_captured() -> None:
     assert steps.steps["training_step"].num_graph_calls == 1
 
 
-def test_a_smaller_last_batch_is_captured_too() -> None:
+def test_smaller_last_batch_is_captured_too() -> None:
     module = Module()
     step = _attached(module).steps["forward"]
     for size in (8, 8, 3, 8, 1):
@@ -125,7 +125,7 @@ def test_a_smaller_last_batch_is_captured_too() -> None:
     assert 2 <= len(step.graphs) <= 3
 
 
-def test_a_graph_break_is_reported() -> None:
+def test_graph_break_is_reported() -> None:
     class Broken(Module):
         def forward(self, x: Tensor) -> Tensor:
             y = self.linear(x)
@@ -145,7 +145,7 @@ def test_a_graph_break_is_reported() -> None:
     assert len(steps.graph_breaks) == 1
 
 
-def test_a_step_without_tensor_operations_warns_once() -> None:
+def test_step_without_tensor_operations_warns_once() -> None:
     module = Module()
     steps = _attached(module, "validation_step")
     with pytest.warns(UserWarning, match=r"Module\.validation_step: no graph could be captured"):
@@ -192,7 +192,7 @@ def test_pickling_captured_module_is_an_error() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(module)).linear.weight, module.linear.weight)
 
 
-def test_an_interpreter_gets_each_graph_and_its_inputs() -> None:
+def test_interpreter_gets_each_graph_and_its_inputs() -> None:
     module, x = Module(), torch.randn(3, 4)
     step = _attached(module).steps["forward"]
     seen = []

@@ -201,7 +201,7 @@ def test_passes_run_in_order_of_phases(backwards: bool) -> None:
     assert all(one.seconds >= 0 and one.nodes_before == one.nodes_after for one in records)
 
 
-def test_the_plain_variant_has_no_observers() -> None:
+def test_plain_variant_has_no_observers() -> None:
     log: list[str] = []
     module = nn.Linear(2, 2)
     steps = ModuleSteps(module, ("forward",))

@@ -57,7 +57,7 @@ def _progress(lines: list[str]) -> CaptureProgress:
     return CaptureProgress("Net.step", lines.append)
 
 
-def test_a_short_capture_is_reported_once(clock: Clock) -> None:
+def test_short_capture_is_reported_once(clock: Clock) -> None:
     lines: list[str] = []
     progress = _progress(lines)
     progress.report(0, 0.0)
@@ -97,7 +97,7 @@ def test_slow_capture_logs_line_while_running(clock: Clock) -> None:
     assert progress.seconds == PATIENCE_SECONDS + 20.0
 
 
-def test_an_error_stops_the_timer(clock: Clock) -> None:
+def test_error_stops_the_timer(clock: Clock) -> None:
     lines: list[str] = []
     progress = _progress(lines)
     with pytest.raises(KeyError), progress.capturing():
@@ -106,7 +106,7 @@ def test_an_error_stops_the_timer(clock: Clock) -> None:
     assert lines == []
 
 
-def test_a_step_reports_its_capture() -> None:
+def test_step_reports_its_capture() -> None:
     module = nn.Linear(3, 3)
     steps = ModuleSteps(module, ("forward",))
     lines: list[str] = []

@@ -79,7 +79,7 @@ def test_only_matrices_have_weight_decay() -> None:
         assert value == (0.3 if parameter.ndim == 2 else 0.0)
 
 
-def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
     factor = _tiny(warmup_steps=9, decay_steps=109)._learning_rate_factor()
     assert [factor(step) for step in (0, 4)] == [pytest.approx(0.1), pytest.approx(0.5)]
     assert factor(9) == 1

@@ -152,7 +152,7 @@ def test_every_rule_has_operation_with_torch_signature() -> None:
         assert same == [name for name in torchs if name in same], rule.name
 
 
-def test_the_package_exports_operations_only() -> None:
+def test_package_exports_operations_only() -> None:
     for name, value in vars(U).items():
         if not name.startswith("_") and not isinstance(value, ModuleType):
             assert inspect.isfunction(value), name
@@ -329,7 +329,7 @@ def test_compiles_with_dynamic_shapes(
         torch.testing.assert_close(compiled(*args), op(*args))
 
 
-def test_a_network_starts_at_unit_scale() -> None:
+def test_network_starts_at_unit_scale() -> None:
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()

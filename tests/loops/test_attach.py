@@ -355,7 +355,7 @@ def test_attaching_module_twice_is_an_error() -> None:
         attach(model, optimizer, UnitScaleCallback())
 
 
-def test_the_log_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
+def test_log_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(4, 4)

@@ -103,7 +103,7 @@ def test_bad_callbacks_are_an_error() -> None:
         train([HFCallback], Path())
 
 
-def test_a_violation_stops_the_training(tmp_path: Path) -> None:
+def test_violation_stops_the_training(tmp_path: Path) -> None:
     monitor = ScaleMonitor(
         every_n_steps=1, on_violation="stop", thresholds={"E4M3FN": {"flushed": 0.0}}
     )

@@ -26,7 +26,7 @@ def gauge() -> Gauge:
     return Gauge({"a.linear:weight": GaugePair(-3, 0), "a.linear": GaugePair(2, -17)})
 
 
-def test_a_gauge_is_frozen(gauge: Gauge) -> None:
+def test_gauge_is_frozen(gauge: Gauge) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         gauge.pairs = {}
     with pytest.raises(TypeError):
@@ -41,7 +41,7 @@ def test_a_gauge_is_frozen(gauge: Gauge) -> None:
     assert made["x"] == GaugePair(1, 1)
 
 
-def test_a_gauge_is_a_mapping_that_compares_by_value(gauge: Gauge) -> None:
+def test_gauge_is_a_mapping_that_compares_by_value(gauge: Gauge) -> None:
     same = Gauge(dict(reversed(list(gauge.items()))))
     assert gauge == same
     assert hash(gauge) == hash(same)
@@ -66,7 +66,7 @@ def test_gauge_survives_serialization(gauge: Gauge) -> None:
     assert Gauge.from_state({}) == Gauge()
 
 
-def test_a_gauge_prints_as_a_table(gauge: Gauge) -> None:
+def test_gauge_prints_as_a_table(gauge: Gauge) -> None:
     lines = str(gauge).splitlines()
     assert lines[0].split() == ["tensor", "log2", "sigma", "log2", "gamma"]
     assert ["a.linear", "2", "-17"] in [line.split() for line in lines]

@@ -305,7 +305,7 @@ def test_unknown_depth_is_an_error(depth: object) -> None:
         lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth=depth)
 
 
-def test_the_depth_of_earlier_versions_is_accepted() -> None:
+def test_depth_of_earlier_versions_is_accepted() -> None:
     module, a = nn.Linear(2, 2), torch.ones(1, 2)
     scaled = lossless_unit_scale(module, a, depth="products")
     assert scaled.gauge() == lossless_unit_scale(module, a).gauge()

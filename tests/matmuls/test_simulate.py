@@ -73,7 +73,7 @@ def test_every_matmul_reads_representable_values(name: str) -> None:
 
 @pytest.mark.parametrize("order", ["lossless first", "lossless last"])
 @pytest.mark.parametrize("name", ["linear", "attention_fused", "attention_dropout", "checkpoint"])
-def test_the_stored_operands_are_rounded(name: str, order: str) -> None:
+def test_stored_operands_are_rounded(name: str, order: str) -> None:
     module, inputs = ZOO[name]()
 
     def make() -> nn.Module:

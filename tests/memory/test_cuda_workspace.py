@@ -22,7 +22,7 @@ def _convolution(gpu: str, images: torch.Tensor, channels: int = 8, groups: int 
     return cuda_workspace_bytes(GPUS[gpu], aten.convolution.default, args, result)
 
 
-def test_a_convolution_copies_images_weights_and_result_to_channels_last() -> None:
+def test_convolution_copies_images_weights_and_result_to_channels_last() -> None:
     images = torch.empty(2, 4, 16, 16, device="meta")
     copies = 4 * (2 * 4 * 256 + 8 * 4 * 9 + 2 * 8 * 256)
     assert _convolution("h100", images) == copies
@@ -41,7 +41,7 @@ def test_convolutions_without_copies_need_no_workspace() -> None:
 
 
 @pytest.mark.parametrize("masks", [[True, True], [True, False], [False, True]])
-def test_the_backward_pass_of_a_convolution(masks: list[bool]) -> None:
+def test_backward_pass_of_a_convolution(masks: list[bool]) -> None:
     images, weight = (torch.empty(size, device="meta") for size in ((2, 4, 16, 16), (8, 4, 3, 3)))
     grad = torch.empty(2, 8, 16, 16, device="meta")
     args = (grad, images, weight, None, *_REST, 1, [*masks, False])

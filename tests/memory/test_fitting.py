@@ -65,7 +65,7 @@ def _step(device: str = "cpu") -> SizedStep:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: str) -> None:
+def test_largest_batch_fits_and_a_larger_one_does_not(remat: bool, device: str) -> None:
     step = _step(device)
     limit = 3 * step.planner(BATCH).default.peak_bytes
     fit = step.largest(limit, remat=remat)
@@ -193,6 +193,6 @@ def test_fits_are_ordered_by_ranks_time_and_microbatches() -> None:
 
 
 @pytest.mark.parametrize("largest", [0, 1, 3, 900, 1000, 1400])
-def test_a_batch_near_an_estimate_is_checked(largest: int) -> None:
+def test_batch_near_an_estimate_is_checked(largest: int) -> None:
     assert _checked(lambda size: size <= largest, 1000, 1000 // 16, 1) == largest
     assert _checked(lambda size: True, 2**31, 2**27, 1) == 2**31  # nothing grows with it

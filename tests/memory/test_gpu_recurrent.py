@@ -79,6 +79,6 @@ def test_autocast_dtype_and_no_reserve_in_inference() -> None:
     assert frozen.saved_bytes == 0
 
 
-def test_a_cpu_has_no_reserve() -> None:
+def test_cpu_has_no_reserve() -> None:
     profile = profile_graph(Layers(nn.LSTM, 16, 32), torch.ones(4, 8, 16))
     assert profile.library_bytes == 0

@@ -57,7 +57,7 @@ def test_equal_cuts_prefer_sink_side() -> None:
 
 
 @pytest.mark.parametrize("num_paths", [1, 3, 8, 64])
-def test_an_infinite_path_is_an_error(num_paths: int) -> None:
+def test_infinite_path_is_an_error(num_paths: int) -> None:
     sink = num_paths + 1
     edges = [edge for i in range(1, sink) for edge in ((0, i), (i, sink))]
     with pytest.raises(ValueError, match="no finite cut"):

@@ -17,7 +17,7 @@ def _costs(profile: GraphProfile, op: str) -> NodeCosts:
     return found
 
 
-def test_a_multilayer_perceptron_by_hand() -> None:
+def test_multilayer_perceptron_by_hand() -> None:
     rows, narrow, wide = 32, 64, 256
     module = nn.Sequential(nn.Linear(narrow, wide), nn.ReLU(), nn.Linear(wide, narrow))
     profile = profile_graph(module, torch.randn(rows, narrow), loss=lambda y: y.sum())

@@ -135,7 +135,7 @@ def test_copies_are_hidden_and_bounded_in_flight(rate: float) -> None:
         assert move.start <= move.release < plan.timeline.num_forward <= move.fetch <= move.use
 
 
-def test_a_slower_link_than_planned_exposes_its_copies() -> None:
+def test_slower_link_than_planned_exposes_its_copies() -> None:
     problem = _chain(10)
     plan = _moved_plan(Planner(problem).default, HostLink(20.0, 0.0))
     starts = start_times(problem, plan.timeline)

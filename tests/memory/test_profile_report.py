@@ -60,7 +60,7 @@ def test_summary_has_peak_and_node(profile: GraphProfile) -> None:
     assert len(profile.module_table(depth=0).splitlines()) == 3
 
 
-def test_the_plot_is_written(profile: GraphProfile, tmp_path: Path) -> None:
+def test_plot_is_written(profile: GraphProfile, tmp_path: Path) -> None:
     figure = profile.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     (axes,) = figure.axes

@@ -125,7 +125,7 @@ class _LayerDrop(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_branch_on_a_random_number_is_profiled(device: str) -> None:
+def test_branch_on_a_random_number_is_profiled(device: str) -> None:
     def count(module: nn.Module) -> int:
         profile = profile_graph(module, torch.ones(2, 8), device=device)  # type: ignore[arg-type]
         return sum(node.op == "linear" for node in profile.nodes)

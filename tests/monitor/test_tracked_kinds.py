@@ -233,7 +233,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or not gradient.is_sparse else gradient.to_dense()
 
 
-def test_a_tracked_module_cannot_be_pickled() -> None:
+def test_tracked_module_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match="Small: its scales are tracked"):
         pickle.dumps(track_scales(Small()))
 

@@ -56,7 +56,7 @@ def test_command_summarizes_run(tmp_path, capsys):
     assert any(line.startswith("first NaN or infinity: step 2: 2.bias") for line in lines)
 
 
-def test_a_clean_run_has_no_violation(tmp_path):
+def test_clean_run_has_no_violation(tmp_path):
     train(log_dir=tmp_path)
     run = read_run(tmp_path)
     found = diagnose(LastStep(run), run.alerts(), None)

@@ -398,7 +398,7 @@ def test_sketch_preserves_distances():
     assert float(found / error.norm()) == pytest.approx(1.0, abs=0.06)
 
 
-def test_a_module_keeps_a_method_named_log():
+def test_module_keeps_a_method_named_log():
     class Likelihood(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -179,7 +179,7 @@ def test_channel_scale_after_measured_tensor_is_not_undone() -> None:
 
 
 @pytest.mark.parametrize("gain", [1e-6, 1.0])
-def test_a_layer_scale_keeps_its_branch_small(gain: float) -> None:
+def test_layer_scale_keeps_its_branch_small(gain: float) -> None:
     def function(g: Tensor, a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
         h = a(x)
         return h + g * b(h)

@@ -82,7 +82,7 @@ def test_published_model_is_near_unit_scale(name: str, readout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(*(f"ignore:{text}" for text in _EXPECTED))
-def test_the_weights_of_experts_are_set_to_unit_scale() -> None:
+def test_weights_of_experts_are_set_to_unit_scale() -> None:
     # transformers calls its operator for a grouped matmul without an overload.
     model, inputs = ZOO["Mixtral"]()
     scaled = unit_scale(model)

@@ -219,7 +219,7 @@ def test_transformed_copy_keeps_gradient_factors() -> None:
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
-def test_a_parameter_with_a_hook_can_be_saved() -> None:
+def test_parameter_with_a_hook_can_be_saved() -> None:
     module = nn.Linear(4, 3)
     gradients = _factors(weight=1)
     gradients.before_step(module)

@@ -274,7 +274,7 @@ def test_excluded_tensors_are_not_a_difference(plain, tmp_path):
         assert not compare_runs(plain, run).diverged
 
 
-def test_the_first_layer_may_be_frozen(plain, tmp_path):
+def test_first_layer_may_be_frozen(plain, tmp_path):
     """Its result has no gradient in one run, and is not shown."""
 
     def freeze_embedding(net, _):
@@ -296,7 +296,7 @@ def test_the_first_layer_may_be_frozen(plain, tmp_path):
     assert (found.step, found.tensor, found.direction) == (0, "emb.weight", "backward")
 
 
-def test_a_stale_unit_is_found(plain, tmp_path):
+def test_stale_unit_is_found(plain, tmp_path):
     found = compare_runs(plain, train(tmp_path, fault=stale_unit, simulate="fp8"))
     assert (found.step, found.module) == (FAULT_STEP, "layers.1.up")
 
@@ -346,7 +346,7 @@ def test_only_common_sampled_steps_are_compared(plain, tmp_path):
     assert (found.step, found.module) == (4, "layers.1.down")
 
 
-def test_the_spacing_of_formats_is_recorded(plain, tmp_path):
+def test_spacing_of_formats_is_recorded(plain, tmp_path):
     fp8 = read_run(train(tmp_path / "fp8", simulate="fp8", steps=2))
     half = read_run(train(tmp_path / "half", autocast=True, steps=2))
     plain = read_run(plain)

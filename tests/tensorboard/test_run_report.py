@@ -57,7 +57,7 @@ def test_damaged_event_files_are_reported_and_files_still_written_are_not(run):
         read_run(run, "RUN")
 
 
-def test_the_home_folder_is_not_made_as_a_folder_of_that_name(run, tmp_path, monkeypatch):
+def test_home_folder_is_not_made_as_a_folder_of_that_name(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     main(["report", str(run), "--output=~/out"])
@@ -83,7 +83,7 @@ def test_table_matches_snapshot(run):
     assert [line[:6] for line in fields] == [line[:6] for line in expected]
 
 
-def test_a_run_without_gradients(tmp_path, capsys):
+def test_run_without_gradients(tmp_path, capsys):
     write(tmp_path / "run", [snapshot(0, backward=False)])
     main(["report", "run"])
     assert "Scales at step 0" in capsys.readouterr().out
