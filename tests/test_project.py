@@ -61,6 +61,17 @@ def test_every_mutation_quotes_existing_code() -> None:
     assert [fault for fault, count in places if count != 1] == []
 
 
+def test_every_mutation_names_existing_tests() -> None:
+    missing = []
+    for mutation in MUTATIONS:
+        for name in mutation.tests.partition(" -k ")[0].split():
+            file, _, test = name.partition("::")
+            path = ROOT / "tests" / file
+            is_found = path.exists() and test.partition("[")[0] in path.read_text()
+            missing += [] if is_found else [name]
+    assert missing == []
+
+
 def _defined(path: Path) -> set[str]:
     """Return the functions and classes of a file, methods with their class, and constants."""
     found = set()
