@@ -335,7 +335,14 @@ class BreaksInLoop(Noted):
         return loss
 
 
-@pytest.mark.parametrize("kind", [BackwardHook, Penalized, BreaksInLoop])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(BackwardHook, marks=pytest.mark.slow),
+        pytest.param(Penalized, marks=pytest.mark.slow),
+        BreaksInLoop,
+    ],
+)
 @pytest.mark.parametrize(
     "other",
     [
