@@ -75,8 +75,7 @@ class Reason(str):
     def of(cls, text: str, lines: Sequence[Any] = ()) -> Reason:
         """Shorten one of Dynamo's texts, or give the line that it has no text for."""
         if lines and not short_reason(text):
-            code = linecache.getline(lines[-1].filename, lines[-1].lineno or 0).strip()
-            text = f"Dynamo does not capture `{code}`"
+            text = f"Dynamo does not capture `{_code_at(lines[-1])}`"
         reason = cls(_one_line(text, lines))
         reason.why, reason.lines = short_reason(text), lines
         return reason
@@ -87,9 +86,13 @@ class Reason(str):
         if not self.lines:
             return ""
         line = _users_line(self.lines) or self.lines[-1]
-        code = linecache.getline(line.filename, line.lineno or 0).strip()
+        code = _code_at(line)
         place = f"{line.filename}:{line.lineno}"
         return f"`{code}` at {place}" if code else place
+
+
+def _code_at(line: Any) -> str:
+    return linecache.getline(line.filename, line.lineno or 0).strip()
 
 
 def graph_breaks_since(count: int) -> list[Reason]:
